@@ -80,27 +80,6 @@ def cluster_section(result: dict[str, Any]) -> str:
     )
 
 
-def overlap_section(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return seconds and gains of a commit and of the one before it, run in turn."""
-    rates = rates_of(after)
-    rows = []
-    for strategy in seconds_of(after):
-        cells = []
-        for rate in rates:
-            for result in (before, after):
-                seconds = seconds_of(result)[strategy][rate]["seconds_per_step"]
-                ratio = _ratio(result, rate=rate, reference="fair", strategy=strategy)
-                cells.append(f"{seconds:.3f}" + (f" ({ratio['ratio']:.2f}x)" if ratio else ""))
-        rows.append([f"`{strategy}`", *cells])
-    titles = [f"{RATES[rate]}, {when}" for rate in rates for when in ("before", "after")]
-    return (
-        "## Overlap with the backward pass\n\nSeconds per step before and after gradients on the host were "
-        "exchanged during the backward pass, 2 nodes x 1 rank, and the gain over `fair` of the same run. "
-        "Medians of three runs of either commit, in turn.\n\n"
-        f"{table(['strategy', *titles], rows)}\nBefore: {origin(before)}\nAfter: {origin(after)}\n"
-    )
-
-
 def profile_section(results: Sequence[dict[str, Any]]) -> str:
     """Return where the time of a step goes, a column per result."""
     parts = results[0]["profile"]["ms"]

@@ -27,7 +27,6 @@ from benchmarks.speed_tables import (
     cluster_section,
     draw_step_times,
     kernels_page,
-    overlap_section,
     profile_section,
     rates_of,
     seconds_of,
@@ -328,12 +327,9 @@ class Results:
         )
         sections = "\n".join(map(loss_section, self.accuracy))
         folder = self.root / "results"
-        overlap = [cluster_results(folder / "overlap" / when)[0] for when in ("before", "after")]
         kernels = [self._read(f"kernels/{path.name}") for path in sorted((folder / "kernels").glob("*"))]
         profiles = [self._read(f"profile/{name}.json") for name in ("fair", "sdp4bit")]
-        speed = "\n".join(
-            [*map(cluster_section, self.clusters), overlap_section(*overlap), profile_section(profiles)]
-        )
+        speed = "\n".join([*map(cluster_section, self.clusters), profile_section(profiles)])
         pages = {
             "docs/results/accuracy.md": f"{NOTICE}# Loss of all strategies\n\n{bytes_text}\n\n{sections}",
             "docs/results/speed.md": f"{NOTICE}# Seconds per step\n\n"

@@ -21,7 +21,6 @@ from torch import Tensor
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.ddp.hook import DDPCommState
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook, ReplicaGroup
-from sdp4bit.engines.fsdp2.host_reductions import HostReductions
 from sdp4bit.engines.group import reduction_multiplier
 
 Fired = list[str]
@@ -82,31 +81,19 @@ def _gradient_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callab
         multiplier = reduction_multiplier(op, group, name="mutation", engine="a mutation") * group.size()
         return input.view(group.size(), -1)[group.rank()] * multiplier
 
-    scatter, advance, all_reduce, average = (
+    scatter, all_reduce, average = (
         ReduceScatterHook.__call__,
-        HostReductions._advance,
         ReplicaGroup.allreduce,
         DDPCommState.average,
     )
-    # Of reductions that go on behind their hook, by their output: the rank's own row, and the group.
-    under_way: dict[int, tuple[Tensor, Any]] = {}
 
     def reduce_scatter(
         self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         own = own_row(input_tensor, op, group)
         result = scatter(self, output_tensor, input_tensor, group, op, async_op)
-        if any(each.output is output_tensor for each in self._state.host_reductions._under_way):
-            under_way[id(output_tensor)] = own, group
-        else:
-            apply(output_tensor, own, group)
+        apply(output_tensor, own, group)
         return result
-
-    def advance_reduction(self: Any, reduction: Any) -> None:
-        advance(self, reduction)
-        if reduction not in self._under_way:
-            own, group = under_way.pop(id(reduction.output))
-            apply(reduction.output, own / reduction.divisor, group)
 
     def reduce_replicas(self: Any, tensors: list[Tensor], opts: Any) -> None:
         (values,) = tensors
@@ -122,7 +109,6 @@ def _gradient_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callab
         return future
 
     yield ReduceScatterHook, "__call__", reduce_scatter
-    yield HostReductions, "_advance", advance_reduction
     yield ReplicaGroup, "allreduce", reduce_replicas
     yield DDPCommState, "average", reduce_bucket
 

@@ -50,10 +50,11 @@ class Bits:
 def recorded() -> Iterator[dict[str, Bits]]:
     """Every reduced gradient, and the weights and replicas at the end, of the run meanwhile."""
     bits = {name: Bits() for name in ("gradients", "weights", "own rows", "replicas")}
-    start, remove = QuantizedReduceScatter.start, FSDPCommHandle.remove
+    reduce, remove = QuantizedReduceScatter.__call__, FSDPCommHandle.remove
 
-    def start_and_record(self: QuantizedReduceScatter, output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return [*start(self, output, *args, **kwargs), lambda: bits["gradients"].add(output)]
+    def reduce_and_record(self: QuantizedReduceScatter, output: Tensor, *args: Any, **kwargs: Any) -> None:
+        reduce(self, output, *args, **kwargs)
+        bits["gradients"].add(output)
 
     def record_and_remove(self: FSDPCommHandle) -> None:
         for comm in self.groups:
@@ -66,7 +67,7 @@ def recorded() -> Iterator[dict[str, Bits]]:
         remove(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(QuantizedReduceScatter, "start", start_and_record)
+        patch.setattr(QuantizedReduceScatter, "__call__", reduce_and_record)
         patch.setattr(FSDPCommHandle, "remove", record_and_remove)
         yield bits
 

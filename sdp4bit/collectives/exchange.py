@@ -212,21 +212,18 @@ class GroupExchange:
         self._topology = topology
         self._scratch = scratch
 
-    def messages(
-        self, level: Level, use: Use, index: int, *, slot: int | None, nbytes: int, device: torch.device
-    ) -> Tensor:
+    def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
         """Return send or receive buffers, uint8 [ranks of the level, nbytes].
 
         Successive slices alternate between buffers, and successive reductions on a stream share them.
 
         Args:
             index: number of the slice.
-            slot: slot of a reduction that may be in flight with others; None if all share the buffers.
         """
         topology = self._topology
         count = topology.ranks_per_node if level == "intra" else topology.nodes
         turn = index % SLICES_UNDER_WAY
-        return self._scratch.messages(f"{level} {use} {slot} {turn}", count, nbytes, device=device)
+        return self._scratch.messages(f"{level} {use} {turn}", count, nbytes, device=device)
 
     def start(
         self, received: Tensor, sent: Tensor, *, level: Level, tag: int, overlaps: bool, what: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -162,7 +161,6 @@ class QuantizedReduceScatter:
         self._rank_step = rank_step
         self.bucket = bucket
         self.traffic = traffic
-        self.scratch = scratch
         self.exchange = exchange or GroupExchange(topology, scratch)
         self.name = name or f"group {bucket}"
 
@@ -213,50 +211,24 @@ class QuantizedReduceScatter:
         Raises:
             ValueError: input is not size times as long as output.
         """
-        for turn in self.start(
-            output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
-        ):
-            turn()
-
-    def start(
-        self,
-        output: Tensor,
-        input: Tensor,
-        *,
-        call: int,
-        multiplier: float = 1.0,
-        nonfinite: Tensor | None = None,
-        sections: Sequence[Section] = (),
-    ) -> list[Callable[[], None]]:
-        """Start a reduction: read the entire input and leave transfers in flight; see `__call__`.
-
-        Returns:
-            The remaining steps, to be called in this order on all ranks; each waits for a transfer.
-        """
-        slices = self.slices(
-            output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
+        self._run(
+            self.slices(
+                output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
+            )
         )
-        turns = self._turns(slices)
-        for turn in turns[: len(slices)]:
-            turn()
-        return turns[len(slices) :]
 
     def reduce_parts(self, parts: Sequence[RowPart], *, call: int) -> None:
         """Reduce sections of different rows; see `__call__`."""
-        for turn in self._turns(self.slices_of_parts(parts, call=call)):
-            turn()
+        self._run(self.slices_of_parts(parts, call=call))
 
-    def _turns(self, slices: Sequence[ReductionSlice]) -> list[Callable[[], None]]:
-        """Return the calls that advance every slice in flight by one step."""
-        count = len(slices) + len(self.hops) if slices else 0
-        return [partial(self._take_turn, turn, slices) for turn in range(count)]
-
-    def _take_turn(self, turn: int, slices: Sequence[ReductionSlice]) -> None:
+    def _run(self, slices: Sequence[ReductionSlice]) -> None:
+        """Advance every slice in flight by one step, until all have ended."""
         with profiler_range(f"sdp4bit::reduce_scatter ({self.name})"):
-            # Newest slice first, so that its transfer starts before the stream waits for an older one.
-            for step in range(len(self.hops) + 1):
-                if 0 <= turn - step < len(slices):
-                    slices[turn - step].steps[step]()
+            for turn in range(len(slices) + len(self.hops) if slices else 0):
+                # Newest slice first, so that its transfer starts before the stream waits for an older one.
+                for step in range(len(self.hops) + 1):
+                    if 0 <= turn - step < len(slices):
+                        slices[turn - step].steps[step]()
 
     def slices(
         self,
@@ -313,19 +285,15 @@ class QuantizedReduceScatter:
         if not whole:
             nodes, ranks_per_node = self.topology.nodes, self.topology.ranks_per_node
             places = slice_places(lengths, config=self.config, nodes=nodes, ranks_per_node=ranks_per_node)
-        # Freed by the last slice, because other reductions may start before it ends.
-        slot = None if whole else self.scratch.take_slot()
         return [
             ReductionSlice(
                 self,
                 [(parts[i], there) for i, there in chosen],
                 index=index,
-                slot=slot,
                 call=call,
                 multiplier=multiplier,
                 nonfinite=nonfinite,
                 overlaps=whole or len(places) > 1,
-                is_last=index == len(places) - 1,
             )
             for index, chosen in enumerate(places)
         ]
@@ -393,30 +361,24 @@ class ReductionSlice:
         pieces: list[tuple[RowPart, slice]],
         *,
         index: int,
-        slot: int | None,
         call: int,
         multiplier: float,
         nonfinite: Tensor | None,
         overlaps: bool,
-        is_last: bool,
     ) -> None:
         """Create a slice; see QuantizedReduceScatter.__call__.
 
         Args:
             index: number of the slice in the row; slices alternate between message buffers.
-            slot: slot of these buffers, which the last slice frees; None if other rows share them.
             overlaps: whether the current stream gets other work before it waits for a transfer.
-            is_last: whether this is the last slice of the row.
         """
         self._reduction = reduction
         self._pieces = pieces
         self._index = index
-        self._slot = slot
         self._calls = [part.section.call(call) for part, _ in pieces]
         self._multiplier = multiplier
         self._nonfinite = nonfinite
         self._overlaps = overlaps
-        self._is_last = is_last
         self._device = pieces[0][0].rows.device
         self._sums: list[Tensor] = []
         """Sums of the sections in fp32, initialized with the own node's part if that is not sent."""
@@ -525,8 +487,6 @@ class ReductionSlice:
                 output.copy_(total)
             if places.stop == part.output.numel():  # slices end in order
                 part.finish()
-        if self._is_last and self._slot is not None:
-            reduction.scratch.free_slot(self._slot)
 
     @property
     def _factor(self) -> float:
@@ -573,7 +533,7 @@ class ReductionSlice:
 
     def _buffer(self, hop: Hop, use: Use, layout: JointLayout) -> Tensor:
         return self._reduction.exchange.messages(
-            hop.level, use, self._index, slot=self._slot, nbytes=layout.nbytes, device=self._device
+            hop.level, use, self._index, nbytes=layout.nbytes, device=self._device
         )
 
     def _rounding(self, hop: Hop) -> list[RoundingKey | None]:

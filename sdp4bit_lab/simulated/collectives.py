@@ -37,9 +37,7 @@ class SimulatedExchange(GroupExchange):
         super().__init__(topology, scratch)
         self._bucket = bucket
 
-    def messages(
-        self, level: Level, use: Use, index: int, *, slot: int | None, nbytes: int, device: torch.device
-    ) -> Tensor:
+    def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
         topology = self._topology
         if level == "intra":
             size, me, where = topology.ranks_per_node, topology.local_rank, ""

@@ -363,33 +363,6 @@ class FSDPGroup:
         trained = next((param for param in params if param.requires_grad), params[0])
         return policy.reduce_dtype or policy.param_dtype or trained.dtype
 
-    def gradients_may_come_late(self, dtype: torch.dtype) -> bool:
-        """Return whether nothing reads reduced gradients of this dtype before the backward pass ends."""
-        # FSDP2 reads them immediately if it sums them over replicas, casts them, moves them, or adds them to
-        # existing gradients. An optimizer in backward does too. Pipelines reduce outside of backward.
-        group = self._group
-        return (
-            self.device.type == "cpu"
-            and torch._C._current_graph_task_id() != -1
-            and not self.is_hybrid
-            and group._all_reduce_hook is None
-            # Not fp16, which FSDP2 also divides before the reduction.
-            and all(s.sharded.dtype == dtype for s in self.segments if s.sharded.requires_grad)
-            and dtype in (torch.float32, torch.bfloat16)
-            and not any(
-                param.offload_to_cpu
-                or param.sharded_param.grad is not None
-                or getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
-                for param in group.fsdp_params
-            )
-        )
-
-    @property
-    def gradient_divisor(self) -> float:
-        """The divisor that FSDP2 applies to a reduced sum of fp32 or bf16 gradients."""
-        factor = self._group.gradient_divide_factor
-        return float(len(self.ranks)) if factor is None else factor
-
     @cached_property
     def has_subclasses(self) -> bool:
         """Whether a tensor subclass customizes its all-gather."""

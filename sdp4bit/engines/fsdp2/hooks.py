@@ -6,7 +6,6 @@ that a hook allocates belongs to that stream, so the caching allocator reuses it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.observers import in_backward
 from sdp4bit.engines.fsdp2.refresh import Event, FSDPModelState, Refresh
-from sdp4bit.engines.fsdp2.torch_internals import Comm, gradient_dtype
+from sdp4bit.engines.fsdp2.torch_internals import Comm
 from sdp4bit.engines.group import reduction_multiplier
 from sdp4bit.engines.measures import GradientQuantizer
 
@@ -191,17 +190,8 @@ class ReduceScatterHook(_Hook):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor for the input rows or for the result."""
-        comm = self._comm
-        if comm.reduction is None:
+        if self._comm.reduction is None:
             return self._stock.allocate(size, dtype=dtype, device=device)
-        # Keep rows of bf16 gradients in bf16, which the quantizer reads too. fp32 would hold the same values,
-        # because FSDP2 does not divide before an fp32 reduction.
-        if (
-            dtype == torch.float32
-            and gradient_dtype() == torch.bfloat16
-            and _quantized_sections(comm, self._state, math.prod(size) // comm.layout.size, comm.reduction)
-        ):
-            dtype = torch.bfloat16
         # A new tensor each time, because the result may become the storage of the gradients.
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -230,19 +220,14 @@ class ReduceScatterHook(_Hook):
                 return
             multiplier = reduction_multiplier(op, group, name=comm.group.name, engine="FSDP2")
             nonfinite = comm.sample_gradient(input_tensor, sample_numel=state.gradient_sample_numel)
-            start = partial(
-                reduction.start,
-                input=input_tensor,
+            reduction(
+                output_tensor,
+                input_tensor,
                 call=comm.reductions,
                 multiplier=multiplier,
                 nonfinite=nonfinite,
                 sections=sections,
             )
-            if comm.group.gradients_may_come_late(output_tensor.dtype):
-                state.host_reductions.start(start, output_tensor, divisor=comm.group.gradient_divisor)
-            else:
-                for turn in start(output_tensor):
-                    turn()
             comm.gradient_bits = reduction.bits
             comm.reductions += 1
 

@@ -23,7 +23,6 @@ from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.work import HostCopy, SideStream
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.fsdp2.groups import reduce_over_copies
-from sdp4bit.engines.fsdp2.host_reductions import HostReductions
 from sdp4bit.engines.fsdp2.observers import StateDictAliases, StepObserver
 from sdp4bit.engines.group import SMALL_EDIT, is_large_change
 from sdp4bit.engines.handle import ModelState
@@ -121,7 +120,6 @@ class FSDPModelState(ModelState):
         super().__init__(groups, telemetry=telemetry)
         self.aliases = StateDictAliases()
         self.steps_seen = StepObserver(self)
-        self.host_reductions = HostReductions()
         self._leader: weakref.ref[object] | None = None
         self._seen: set[int] = set()
         # Gloo process groups by their ranks, if FSDP2's own takes no CPU tensors.

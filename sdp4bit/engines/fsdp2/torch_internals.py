@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
@@ -18,7 +17,6 @@ from torch.distributed.tensor import Shard
 from sdp4bit.config import TESTED_TORCH
 
 _MINIMUM = (2, 9)
-_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 
 class Comm(Protocol):
@@ -81,7 +79,6 @@ class Param(Protocol):
 
     sharded_param: nn.Parameter  # a DTensor; may be replaced over time
     padded_sharded_param_size: torch.Size
-    offload_to_cpu: bool
     fsdp_placement: Shard
     mesh_info: MeshInfo
     _sharded_param_data: Tensor  # [n], this rank's padded shard in the dtype of the main weights
@@ -103,8 +100,6 @@ class ParamGroup(Protocol):
     _all_gather_comm: Comm
     _reduce_scatter_comm: Comm
     _is_hsdp: bool
-    gradient_divide_factor: float | None
-    _all_reduce_hook: Callable[[Tensor], None] | None
     _training_state: Enum
     _use_post_forward_mesh: bool
 
@@ -157,19 +152,6 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
         for name, arguments in _ARGUMENTS.items():
             _check_call(getattr(group, name), arguments)
     return list(groups)
-
-
-def gradient_dtype() -> torch.dtype | None:
-    """Return the dtype of the gradients that FSDP2 allocates rows for; called by `Comm.allocate`.
-
-    None for every other allocation, and if the gradients are not found.
-    """
-    # FSDP2 passes only the dtype of the reduction, and the parameters no longer hold their gradients. A local
-    # variable of the caller does.
-    caller = sys._getframe(2)
-    is_known = caller.f_globals.get("__name__") == _COLLECTIVES
-    gradients: Sequence[Tensor] = caller.f_locals.get("unsharded_grads", ()) if is_known else ()
-    return gradients[0].dtype if gradients else None
 
 
 def _refuse_replicated(group: ParamGroup, module: Module) -> None:
