@@ -46,6 +46,12 @@ def common_ranges(first: Sequence[Range], second: Sequence[Range]) -> list[Range
     return [(start, end) for start, end in pairs if start < end]
 
 
+def other_ranges(ranges: Sequence[Range], numel: int) -> list[Range]:
+    """Return the ranges of a row [numel] that are not in these ascending ranges."""
+    starts, ends = [0, *(end for _, end in ranges)], [*(start for start, _ in ranges), numel]
+    return merge_ranges(list(zip(starts, ends, strict=True)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """Ranges of a row that share one part of a message."""

@@ -13,13 +13,21 @@ from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import PendingExchange, all_gather_blocks, start_all_gather_rows
 from sdp4bit.collectives.reduce_scatter import count_nonfinite
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.sections import WHOLE, Range, Section, split_messages, whole_row
+from sdp4bit.collectives.sections import (
+    WHOLE,
+    Range,
+    Section,
+    common_ranges,
+    other_ranges,
+    split_messages,
+    whole_row,
+)
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.work import CompletedWork, SideStream
 from sdp4bit.config import WeightConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.layout import JointLayout, MessageLayout
+from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, JointLayout, MessageLayout, message_layout
 from sdp4bit.traffic import Level, TrafficCounter
 
 
@@ -48,8 +56,8 @@ class WeightReplica:
 
         Args:
             sections: sections that make up a row, the same on all ranks; () for a single one.
-            values: ranges of a row that hold numbers; only full-precision refreshes send the others, which
-                hold bits. None for the entire row.
+            values: ranges of a row that hold numbers. The others hold bits, which are sent as they are. None
+                for the entire row.
             name: name of the parameter group, for errors and profiles.
         """
         self.config = config
@@ -60,6 +68,8 @@ class WeightReplica:
         self._values = values
         self._name = name
         self._pending: Callable[[], None] | None = None
+        self._is_unfinished = False  # from the start of a refresh until all of it has been applied
+        self._slot: int | None = None  # of the message buffers; kept if an exception interrupts a refresh
         self._beside: CompletedWork | None = None
         self.rows: Tensor | None = None
         """[nodes, n], or [nodes, ranks_per_node, n] for "full"; None before the first refresh."""
@@ -96,6 +106,11 @@ class WeightReplica:
         """Whether a refresh is in flight, so that the rows must not be read."""
         return self._pending is not None
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether an exception has interrupted a refresh, so that ranks may hold different rows."""
+        return self._is_unfinished and self._pending is None
+
     def wait(self) -> None:
         """Finish the refresh in flight, if any; collective over the node.
 
@@ -107,6 +122,7 @@ class WeightReplica:
         if pending is not None:
             with torch.no_grad(), torch.inference_mode(False):
                 pending()
+            self._is_unfinished = False
 
     def run_beside(self, stream: SideStream, function: Callable[[], None]) -> CompletedWork:
         """Run a refresh or gather on a side stream; later uses of the rows wait for it."""
@@ -123,6 +139,7 @@ class WeightReplica:
             ranges: ranges of the row that may have changed, the same on all ranks; None for the entire row.
         """
         self.wait()
+        self._is_unfinished = True
         self.nonfinite = self._is_nonfinite(row)
         topology, numel = self._topology, row.numel()
         shape = (topology.nodes, topology.ranks_per_node, numel) if self.is_full else (topology.nodes, numel)
@@ -167,21 +184,24 @@ class WeightReplica:
             for (start, end), part in zip(ranges, target.split([b - a for a, b in ranges], -1), strict=True):
                 self.rows[..., start:end] = part
 
-    def start_quantized_refresh(self, row: Tensor, *, ranges: Sequence[Range] | None = None) -> None:
+    def start_quantized_refresh(
+        self, row: Tensor, *, ranges: Sequence[Range] | None = None, bits: Tensor | None = None
+    ) -> None:
         """Start sending quantized differences of all ranks, which wait() adds to the replica.
 
         Every rank, the owner of a row included, applies the same dequantized difference. So all copies stay
         bit-identical, and the rounding error is part of the next difference.
 
         Steps:
-        1. Subtract and quantize each section.
+        1. Subtract and quantize each section; append the ranges that hold bits.
         2. All-gather of one message between nodes.
         3. "full", in wait(): all-gather of the messages in the node.
-        4. In wait(): dequantize and add each section.
+        4. In wait(): dequantize and add each section; copy the bits.
 
         Args:
             row: [n], this rank's main shard.
             ranges: ranges of the row that may have changed, the same on all ranks; None for the entire row.
+            bits: [n], the main shard in the gathered dtype, for the ranges that hold bits; by default `row`.
         """
         self.wait()
         assert self.rows is not None
@@ -195,25 +215,34 @@ class WeightReplica:
             # A finite weight plus a finite difference may overflow fp16, but not bf16.
             self.nonfinite = self._is_nonfinite(row.to(torch.float16))
         sections = self._sections or whole_row(row.numel())
+        exact: list[Range] = []
+        if self._values is not None:
+            ranges = [(0, row.numel())] if ranges is None else ranges
+            exact = common_ranges(other_ranges(self._values, row.numel()), ranges)
+            ranges = common_ranges(self._values, ranges)
         if ranges is not None:
             within = [section.within(ranges) for section in sections]
             sections = [section for section in within if section.ranges]
-        if not sections:
+        if not sections and not exact:
             return
-
+        self._is_unfinished = True
         with profiler_range(f"sdp4bit::weight_refresh ({self._name})"):
-            layout = self.message_layout(sections)
+            layout = self.message_layout(sections, exact=exact)
             replicas = [section.take(self.rows) for section in sections]
             # Transfers of several replicas may be in flight on this stream.
-            slot = self._scratch.take_slot()
-            own = self._scratch.messages(f"send {slot}", 1, layout.nbytes, device=device)
-            for section, replica, part, out in zip(
-                sections, replicas, layout.layouts, split_messages(own, layout), strict=True
-            ):
+            if self._slot is None:
+                self._slot = self._scratch.take_slot()
+            own = self._scratch.messages(f"send {self._slot}", 1, layout.nbytes, device=device)
+            outs = split_messages(own, layout)
+            for section, replica, part, out in zip(sections, replicas, layout.layouts, outs, strict=False):
                 self.quantize(section.take(row), self._own(replica), out[0], section=section)
                 self.nonfinite |= count_nonfinite(out, part) > 0
+            if exact:
+                source = (row if bits is None else bits).to(self.rows.dtype)
+                sent = torch.cat([source[start:end] for start, end in exact]).view(torch.uint8)
+                outs[-1][0, : sent.numel()] = sent
 
-            name = f"inter receive {slot}"
+            name = f"inter receive {self._slot}"
             messages = self._scratch.messages(name, topology.nodes, layout.nbytes, device=device)
             transfer = PendingExchange([])
             if topology.inter is None:
@@ -222,15 +251,15 @@ class WeightReplica:
                 what = self._what("quantized", "inter")
                 transfer = start_all_gather_rows(messages, own[0], topology.inter, what=what)
                 self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
-        self._pending = partial(self._finish_quantized, transfer, slot, messages, sections, replicas, layout)
+        self._pending = partial(self._finish_quantized, transfer, messages, sections, replicas, exact, layout)
 
     def _finish_quantized(
         self,
         transfer: PendingExchange,
-        slot: int,
         messages: Tensor,
         sections: Sequence[Section],
         replicas: Sequence[Tensor],
+        exact: Sequence[Range],
         layout: JointLayout,
     ) -> None:
         topology = self._topology
@@ -247,13 +276,20 @@ class WeightReplica:
                 copies, peers = topology.nodes, topology.ranks_per_node - 1
                 self._traffic.count_messages(layout, level="intra", peers=peers, copies=copies)
                 messages = gathered
-            for section, replica, part in zip(
-                sections, replicas, split_messages(messages, layout), strict=True
-            ):
+            parts = split_messages(messages, layout)
+            for section, replica, part in zip(sections, replicas, parts, strict=False):
                 rows = replica.view(-1, replica.shape[-1]) if self.is_full else replica
                 self.apply(part, rows, section=section)
                 section.put(replica, self.rows)
-            self._scratch.free_slot(slot)
+            if exact:
+                rows, at = self.rows.view(-1, self.rows.shape[-1]), 0
+                received = parts[-1].view(self.rows.dtype)
+                for start, end in exact:
+                    rows[:, start:end] = received[:, at : at + end - start]
+                    at += end - start
+            assert self._slot is not None
+            self._scratch.free_slot(self._slot)
+            self._slot = None
 
     def gather(self, output: Tensor) -> None:
         """Gather the rows of all ranks from this node's "node" replica to `output` [size * n]."""
@@ -265,9 +301,15 @@ class WeightReplica:
             all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))
         self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)
 
-    def message_layout(self, sections: Sequence[Section]) -> JointLayout:
-        """Return the layout of a message with these sections of a row."""
-        return JointLayout(tuple(self._layout_of(section.numel, section) for section in sections))
+    def message_layout(self, sections: Sequence[Section], *, exact: Sequence[Range] = ()) -> JointLayout:
+        """Return the layout of a message with these sections of a row, and then the bits of ranges."""
+        layouts = [self._layout_of(section.numel, section) for section in sections]
+        if exact:
+            assert self.rows is not None
+            nbytes = sum(end - start for start, end in exact) * self.rows.element_size()
+            # In words of 32 bits, like a part in full precision.
+            layouts.append(message_layout(numel=-(-nbytes // 4), bits=FULL_PRECISION, group_size=BLOCK))
+        return JointLayout(tuple(layouts))
 
     def _layout_of(self, numel: int, section: Section) -> MessageLayout:
         return section.layout(numel, bits=self.bits, group_size=self.config.group_size)

@@ -315,6 +315,11 @@ class CommHandle(ABC):
         finally:
             if self.is_attached:
                 self._switch()
+        if self.is_attached:
+            self._check_left()
+
+    def _check_left(self) -> None:  # noqa: B027
+        """Raise RuntimeError if a block of `full_precision` must not end now."""
 
     def _check_switch(self) -> None:
         """Raise RuntimeError unless `_switch` can be called now; engines that can switch override both."""

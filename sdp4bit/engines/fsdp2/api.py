@@ -26,6 +26,7 @@ from sdp4bit.engines.agreement import Layouts, ShardedRows, agree
 from sdp4bit.engines.alerts import Alerts
 from sdp4bit.engines.explain import ONE_RANK
 from sdp4bit.engines.fsdp2.checks import (
+    PARTIAL_GRADIENTS,
     check_group,
     check_staging,
     match_skipped,
@@ -186,7 +187,7 @@ class FSDPCommHandle(CommHandle):
         topologies = weight_topologies, gradient_topologies, replica_topologies
         self._topologies = [topology for each in topologies for topology in each.values()]
         # NCCL takes no CPU tensors, and a decision on the device would wait for computation.
-        if config.weights and "cpu:" not in dist.get_backend_config():
+        if "cpu:" not in dist.get_backend_config():
             self._state.decision_groups = create_host_groups(ordered, purpose="decisions")
         # Message buffers, shared by all groups. FSDP2 gathers and reduces on different streams, so each
         # stream has its own buffers and needs no synchronization to reuse them.
@@ -203,12 +204,9 @@ class FSDPCommHandle(CommHandle):
                     config=config.weights,
                     traffic=comm.weight_traffic,
                     scratch=weight_scratch,
-                    sections=comm.group.sections(
-                        comm.group.shard_numel,
-                        unit=config.weights.group_size,
-                        separate=config.separate_parameters,
-                    )
-                    or (),
+                    sections=comm.group.weight_sections(
+                        unit=config.weights.group_size, separate=config.separate_parameters
+                    ),
                     values=comm.group.value_ranges,
                     name=comm.group.name,
                 )
@@ -245,13 +243,21 @@ class FSDPCommHandle(CommHandle):
                 Alerts(comms, process_groups=process_groups, telemetry=telemetry, config=config.alerts)
             )
         self._previous = [self._install(comm) for comm in comms]
+        for comm in comms:
+            comm.group.is_attached = True
         self._hooks = [self._state.steps_seen.watch_optimizers()] if groups else []
         self._hooks += [self._state.aliases.watch(segment) for g in groups for segment in g.segments]
         for root in roots:
+            fsdp_modules = [module for _, module in named_fsdp_modules(root)]
             # On FSDP modules too, because a user may load only a part of the model.
-            watched = {root, *(module for _, module in named_fsdp_modules(root))}
             self._hooks += [
-                module.register_load_state_dict_post_hook(self._state.note_load) for module in watched
+                module.register_load_state_dict_post_hook(self._state.note_load)
+                for module in {root, *fsdp_modules}
+            ]
+            # Before FSDP2's own hook, which gathers.
+            self._hooks += [
+                module.register_forward_pre_hook(self._state.note_forward, prepend=True)
+                for module in fsdp_modules
             ]
         self._log_attached()
 
@@ -291,6 +297,16 @@ class FSDPCommHandle(CommHandle):
             raise RuntimeError(
                 "full_precision or time_steps was called during forward or backward: call it between steps"
             )
+        self._check_left()
+
+    def _check_left(self) -> None:
+        self._check_partial_gradients("before entering or leaving full_precision() or time_steps()")
+
+    def _check_partial_gradients(self, when: str) -> None:
+        # Quantized sums and FSDP2's means must not be added.
+        for comm in self._state.groups:
+            if comm.group.has_partial_gradients:
+                raise RuntimeError(f"{comm.group.name} {PARTIAL_GRADIENTS} {when}")
 
     def _switch(self) -> None:
         for index, comm in enumerate(self._state.groups):
@@ -339,7 +355,11 @@ class FSDPCommHandle(CommHandle):
 
         Call it between two steps. Unsharded parameters are freed, so that the next forward gathers the main
         weights. It also works after `destroy_process_group`.
+
+        Raises:
+            RuntimeError: FSDP2 holds gradients of HSDP that it has not all-reduced; nothing is changed.
         """
+        self._check_partial_gradients("before remove()")
         for hook in self._hooks:
             hook.remove()
         try:
@@ -354,6 +374,8 @@ class FSDPCommHandle(CommHandle):
         if self._is_quantized:
             for comm, previous in zip(self._state.groups, self._previous, strict=True):
                 comm.group.install(previous)
+        for comm in self._state.groups:
+            comm.group.is_attached = False
         self._state.reshard(self._state.groups)
         for topology in self._topologies:
             destroy_topology(topology)

@@ -13,10 +13,12 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import Layouts
 from sdp4bit.engines.explain import OFF, ONE_RANK, one_node_note, one_node_reason
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
-from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook
 from sdp4bit.quantization.checks import VALUE_DTYPES
 
-_HOOK_NAMES = (AllGatherHook.__name__, ReduceScatterHook.__name__)
+PARTIAL_GRADIENTS = (
+    "holds gradients that FSDP2 has not all-reduced over replicas: finish the accumulation (a backward with "
+    "set_requires_all_reduce(True)), or discard them with model.reset_iter_state(),"
+)
 
 
 def skip_patterns(skip: Collection[str] | Callable[[str], bool] | None) -> list[str]:
@@ -53,10 +55,12 @@ def match_skipped(
 
 def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) -> None:
     """Raise ValueError for a group that is not supported."""
-    if any(name in _HOOK_NAMES for name in group.custom_comms):
+    if group.is_attached:
         raise ValueError(
             f"{group.name} is attached already: call remove() on the first handle before attaching again"
         )
+    if group.has_partial_gradients:
+        raise ValueError(f"{group.name} {PARTIAL_GRADIENTS} before attaching")
     if group.custom_comms:
         raise ValueError(
             f"{group.name} has custom communication ({', '.join(group.custom_comms)}), which sdp4bit cannot "

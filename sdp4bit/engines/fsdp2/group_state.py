@@ -15,7 +15,7 @@ from sdp4bit.collectives.work import HostCopy
 from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.explain import describe_all_reduce, describe_ranks
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
-from sdp4bit.engines.fsdp2.refresh import FROM_CHECKPOINT, Event, Refresh, State, next_refresh
+from sdp4bit.engines.fsdp2.refresh import FROM_CHECKPOINT, Event, Refresh, Seen, State, next_refresh
 from sdp4bit.engines.group import GroupState, change_squares
 from sdp4bit.engines.measures import GradientQuantizer, sample_of
 from sdp4bit.quantization.checksum import checksum
@@ -59,47 +59,41 @@ class FSDPGroupState(GroupState):
         # HSDP: gradients were reduced over shards but not over replicas since.
         self.awaits_replicas = False
         self.is_accumulating = False  # the last forward only accumulated gradients
-        self.is_reduced = False  # gradients of the group have been reduced since the last refresh
-        # Events of this rank since the ranks last agreed.
-        self.has_stepped = False
-        self.was_loaded = False
-        self._once_trained: set[int] = set()
+        self.seen = Seen()
 
     @property
     def refresh_is_full(self) -> bool:
-        return self._next(Event.GATHER).is_full
+        return self.due().is_full
 
-    def _next(self, event: Event) -> Refresh:
-        """Return the refresh that an event causes, in full precision if a difference would include bits."""
-        refresh = next_refresh(self.state, event)
-        if refresh.ranges == "none" or self.group.value_ranges is None:
-            return refresh
-        chosen = self._sent_segments() if refresh.ranges == "trained" else range(len(self.group.segments))
-        holds_bits = any(self.group.segments[index].holds_bits for index in chosen)
-        return refresh._replace(kind="full", ranges="none") if holds_bits else refresh
-
-    def apply(self, event: Event) -> Refresh:
-        """Change the state by an event and return the refresh that it causes."""
-        refresh = self._next(event)
-        self.state = refresh.state
-        if self.state not in FROM_CHECKPOINT and event is not Event.GATHER:
+    def apply(self, event: Event) -> None:
+        """Change the state by an event other than a gather."""
+        self.state = next_refresh(self.state, event).state
+        if self.state not in FROM_CHECKPOINT:
             self.loaded_shard = None
-        return refresh
+
+    def due(self) -> Refresh:
+        """Return the refresh that the next gather needs; `note_refresh` changes the state."""
+        return next_refresh(self.state, Event.GATHER)
+
+    @property
+    def needs_full_refresh(self) -> bool:
+        """Whether the replica does not exist, must be replaced, or was left unfinished by an exception."""
+        is_torn = self.replica is not None and self.replica.is_torn
+        return is_torn or self.state in (State.NEVER, State.FULL_DUE)
 
     def trainable(self) -> frozenset[int]:
         """Return the segments that an optimizer step may change; the same on every rank of the group."""
-        # A parameter with a gradient may change even if it was frozen after the backward pass. Ranks with an
-        # empty shard may exclude it from their optimizer and `zero_grad`, so its gradient shows nothing about
-        # other ranks. It counts from its first gradient on.
-        indices = set()
-        for index, segment in enumerate(self.group.segments):
-            param = segment.sharded
-            if param.requires_grad:
-                self._once_trained.add(index)
-                indices.add(index)
-            elif param.grad is not None if segment.is_on_all_ranks else index in self._once_trained:
-                indices.add(index)
-        return frozenset(indices)
+        # A parameter that was frozen after its gradient was reduced may still change in the step. Its `.grad`
+        # must not decide that, because a rank whose shard is empty may never clear it.
+        return self.seen.trained | self._requiring_grad()
+
+    def _requiring_grad(self) -> frozenset[int]:
+        return frozenset(i for i, segment in enumerate(self.group.segments) if segment.sharded.requires_grad)
+
+    def note_reduction(self) -> None:
+        """Record that gradients of the group are being reduced."""
+        self.seen.is_reduced = True
+        self.seen.trained |= self._requiring_grad()
 
     def note_step(self, *, by_hand: bool) -> None:
         """Record that an optimizer of this rank has stepped somewhere in the model."""
@@ -108,10 +102,10 @@ class FSDPGroupState(GroupState):
         # So a discriminator's step does not send the generator's weights.
         trainable = self.trainable()
         segments = self.group.segments
-        has_gradient = self.is_reduced or any(
+        has_gradient = self.seen.is_reduced or any(
             segments[i].is_on_all_ranks and segments[i].sharded.grad is not None for i in trainable
         )
-        self.has_stepped = self.has_stepped or (bool(trainable) and (by_hand or has_gradient))
+        self.seen.has_stepped |= bool(trainable) and (by_hand or has_gradient)
 
     def has_unsummed_gradients(self) -> bool:
         """Return whether gradients exist that were not summed over replicas."""
@@ -119,10 +113,10 @@ class FSDPGroupState(GroupState):
 
     def due_segments(self) -> frozenset[int]:
         """Return the segments whose difference is due, including steps not yet agreed on."""
-        ranges = next_refresh(self.state, Event.GATHER).ranges
+        ranges = self.due().ranges
         if ranges == "row":
             return frozenset(range(len(self.group.segments)))
-        if ranges == "trained" or (self.has_stepped and self.state is State.CURRENT):
+        if ranges == "trained" or (self.seen.has_stepped and self.state is State.CURRENT):
             return self._sent_segments()
         return frozenset()
 
@@ -149,7 +143,7 @@ class FSDPGroupState(GroupState):
             return None
         assert replica.rows is not None
         # After a step only the frozen part is compared, because the difference of the rest is sent anyway.
-        has_stepped = self.has_stepped or self.state is State.STEPPED
+        has_stepped = self.seen.has_stepped or self.state is State.STEPPED
         if has_stepped and len(self.trained) == len(self.group.segments):
             return None
         row = self.group.main_shard(replica.rows.dtype)
@@ -193,18 +187,21 @@ class FSDPGroupState(GroupState):
         main = self.group.main_shard(held.dtype)
         return change_squares(self.values_of(main), self.values_of(held))
 
-    def note_refresh(self, row: Tensor, *, refresh: Refresh) -> None:
-        """Record a refresh from this row [n], the main shard in the gathered dtype."""
+    def note_refresh(self, row: Tensor, *, refresh: Refresh, ranges: Sequence[Range] | None) -> None:
+        """Record a refresh of these ranges that has been sent.
+
+        Args:
+            row: [n], the main shard in the gathered dtype.
+        """
         assert self.replica is not None
-        self.has_stepped = self.was_loaded = self.is_reduced = False
-        self.loaded_shard = None
+        self.state, self.seen, self.loaded_shard = refresh.state, Seen(), None
         self.nonfinite = HostCopy(self.replica.nonfinite)
         before, is_full = self.refreshed_from, refresh.is_full
         self.full_in_a_row = self.full_in_a_row + 1 if is_full and before is not None else 0
         if is_full:
             self.count_full_refresh()
         with torch.inference_mode(False):
-            if not is_full and self.ranges_of(refresh) is not None:
+            if not is_full and ranges is not None:
                 # An edit of the frozen part has not been sent and must still be detected.
                 assert before is not None
                 self.refreshed_from = torch.stack([self._checksum(row, self.trained), before[1]])
@@ -269,7 +266,9 @@ class FSDPGroupState(GroupState):
         if self.replica is None:
             return text
         frozen = sum(not segment.sharded.requires_grad for segment in self.group.segments)
-        return text + (f", {frozen} frozen not sent" if frozen else "")
+        exact = sum(segment.sharded.requires_grad and segment.holds_bits for segment in self.group.segments)
+        text += f", {frozen} frozen not sent" if frozen else ""
+        return text + (f", {exact} of another dtype in full precision" if exact else "")
 
     def describe_gradients(self) -> str:
         if not any(segment.sharded.requires_grad for segment in self.group.segments):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import chain, count, takewhile
 from typing import NamedTuple, cast
 
@@ -38,10 +38,13 @@ from sdp4bit.engines.fsdp2.torch_internals import (
     ParamGroup,
     RootContext,
     param_groups_of,
+    param_groups_of_state,
+    reduced_in,
 )
 from sdp4bit.engines.measures import pieces_of
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
+_ATTACHED = "_sdp4bit_is_attached"  # an attribute of FSDP2's parameter groups
 _BIT_PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 _SYMMETRIC, _OF_PROCESS_GROUP = "set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm"
@@ -68,7 +71,7 @@ class ParamSegment:
     end: int
     param: Param
     dtype: torch.dtype  # when gathered
-    # Of another dtype than the row, or packed: the bits are gathered, and never part of a difference.
+    # Of another dtype than the row, or packed: its bits are sent as they are, and never as a difference.
     holds_bits: bool
 
     @property
@@ -86,6 +89,11 @@ class ParamSegment:
         """Whether no rank's shard is empty."""
         dim, ranks = self.param.fsdp_placement.dim, self.param.mesh_info.shard_mesh_size
         return self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim]
+
+    @property
+    def numel(self) -> int:
+        """Values of this rank's shard, padding included; `end - start` counts values of the row's dtype."""
+        return self.param.padded_sharded_param_size.numel()
 
     @property
     def owner(self) -> tuple[nn.Module, str]:
@@ -167,7 +175,7 @@ class FSDPGroup:
         self._group = group
         self._siblings = siblings
         self._module_names = module_names
-        self._cut: dict[tuple[tuple[int, ...], int, bool], tuple[Section, ...]] = {}
+        self._cut: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], tuple[Section, ...]] = {}
         info = group.mesh_info
         self.process_group = info.shard_process_group
         self.ranks = tuple(dist.get_process_group_ranks(self.process_group))
@@ -204,6 +212,26 @@ class FSDPGroup:
     def is_idle(self) -> bool:
         """Whether neither forward nor backward of the group's modules is running."""
         return self._group._training_state.name == "IDLE"
+
+    @property
+    def has_partial_gradients(self) -> bool:
+        """Whether FSDP2 holds gradients of HSDP that it has not all-reduced over replicas yet."""
+        return self._group._partial_reduce_output is not None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a handle communicates for the group, also while it is switched off."""
+        return getattr(self._group, _ATTACHED, False)
+
+    @is_attached.setter
+    def is_attached(self, attached: bool) -> None:
+        setattr(self._group, _ATTACHED, attached)
+
+    def find_unattached(self) -> list[str]:
+        """Return the parameters below the same root whose groups have no handle; called during forward."""
+        groups = [group for state in self.context.all_states for group in param_groups_of_state(state)]
+        missing = [group for group in groups if not getattr(group, _ATTACHED, False)]
+        return [self._name_of(param) for group in missing for param in group.fsdp_params]
 
     @property
     def reduces_gradients(self) -> bool:
@@ -256,24 +284,26 @@ class FSDPGroup:
 
     @cached_property
     def row_dtype(self) -> torch.dtype | None:
-        """The dtype in which the trained part of a row is gathered; other parameters are bits in it.
+        """The dtype in which most trained values are gathered; other parameters are bits in it.
 
-        None if the trained part has several dtypes, or if some shard does not align with all of them.
+        None if that is no floating-point dtype, or if some shard does not align with all dtypes.
         """
         params, dtypes = self._group.fsdp_params, self.param_dtypes
         if len(dtypes) == 1:
             return next(iter(dtypes))
         widest = max(dtype.itemsize for dtype in dtypes)
-        sizes = [param.padded_sharded_param_size.numel() for param in params]
-        trains = [param.sharded_param.requires_grad for param in params]
-        gathered = [each for each, _ in self._gathers]
-        trained = {dtype for each, on in zip(gathered, trains, strict=True) if on for dtype in each}
-        chosen = trained or {min((d for d in dtypes if d.is_floating_point), key=str, default=torch.uint8)}
-        is_aligned = all(
-            n * d.itemsize % widest == 0 for n, each in zip(sizes, gathered, strict=True) for d in each
-        )
-        (dtype, *others) = chosen
-        return dtype if is_aligned and not others and dtype.is_floating_point else None
+        values: dict[torch.dtype, int] = {}  # trained values, or all of them if nothing is trained
+        trains = any(param.sharded_param.requires_grad for param in params)
+        for param, (gathered, _) in zip(params, self._gathers, strict=True):
+            numel = param.padded_sharded_param_size.numel()
+            if any(numel * dtype.itemsize % widest for dtype in gathered):
+                return None
+            if param.sharded_param.requires_grad or (not trains and param.sharded_param.is_floating_point()):
+                for dtype in gathered:
+                    values[dtype] = values.get(dtype, 0) + numel
+        # Ties are broken by name, so that all ranks choose the same.
+        dtype = max(values, key=lambda each: (values[each], str(each)), default=torch.uint8)
+        return dtype if dtype.is_floating_point else None
 
     @cached_property
     def value_ranges(self) -> list[Range] | None:
@@ -297,8 +327,15 @@ class FSDPGroup:
         by_ranks = {ranks: group for segment in self.segments for ranks, group in segment.split_over.items()}
         return list(by_ranks.values())
 
-    def sections(self, numel: int, *, unit: int, separate: bool) -> tuple[Section, ...] | None:
-        """Return the sections of a row [numel], cached; None if tensor-parallel copies could drift apart.
+    def weight_sections(self, *, unit: int, separate: bool) -> tuple[Section, ...]:
+        """Return the sections of a row of weights; arguments as for `gradient_sections`."""
+        if not separate and not self.copied_over:
+            return whole_row(self.shard_numel)
+        lengths = [segment.end - segment.start for segment in self.segments]
+        return self._cut_row(lengths, present=range(len(lengths)), unit=unit, separate=separate)
+
+    def gradient_sections(self, numel: int, *, unit: int, separate: bool) -> tuple[Section, ...] | None:
+        """Return the sections of a row of gradients [numel], cached; None if copies could drift apart.
 
         Args:
             unit: see `cut_row`.
@@ -308,14 +345,29 @@ class FSDPGroup:
             return whole_row(numel)
         # FSDP2 omits parameters without a gradient from a row. Its length shows whether the row holds all
         # parameters or all trainable ones.
-        segments, lengths = self.segments, [segment.end - segment.start for segment in self.segments]
-        present = list(range(len(segments)))
+        segments, lengths = self.segments, [segment.numel for segment in self.segments]
+        present = self._gradient_order
         if sum(lengths) != numel:
-            present = [i for i, segment in enumerate(segments) if segment.sharded.requires_grad]
+            present = [i for i in present if segments[i].sharded.requires_grad]
         if sum(lengths[i] for i in present) != numel:
             # Tensor-parallel copies must be rounded identically, so they share no section with other values.
             return None if self.copied_over else whole_row(numel)
-        key = (tuple(present), unit, separate)
+        return self._cut_row(lengths, present=present, unit=unit, separate=separate)
+
+    @property
+    def _gradient_order(self) -> Sequence[int]:
+        """The order of the parameters in a row of gradients, which differs from `segments` since torch 2.15.
+
+        FSDP2 then sorts them by the dtype of their gradients, from the first forward on.
+        """
+        order: Sequence[int] = getattr(self._group, "_reduce_scatter_param_indices", ())
+        return order or range(len(self.segments))
+
+    def _cut_row(
+        self, lengths: Sequence[int], *, present: Sequence[int], unit: int, separate: bool
+    ) -> tuple[Section, ...]:
+        segments = self.segments
+        key = (tuple(lengths[i] for i in present), tuple(present), unit, separate)
         if key not in self._cut:
             parameters = [
                 RowParameter(
@@ -337,10 +389,9 @@ class FSDPGroup:
     @cached_property
     def _gathers(self) -> list[tuple[frozenset[torch.dtype], str]]:
         """The gathered dtypes of each parameter, and the reason if a tensor subclass is left to FSDP2."""
-        policy = self._group.mp_policy.param_dtype
         gathers = []
         for param in self._group.fsdp_params:
-            dtype = param.sharded_param.dtype
+            dtype, policy = param.sharded_param.dtype, param.mp_policy.param_dtype
             usual = policy if policy is not None and dtype.is_floating_point else dtype
             dtypes, reason = subclass_gather(param, name=self._name_of(param))
             gathers.append((dtypes or frozenset((usual,)), reason))
@@ -358,10 +409,10 @@ class FSDPGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        policy, params = self._group.mp_policy, [segment.sharded for segment in self.segments]
-        # FSDP2 requires one dtype for all trainable parameters, but not for frozen ones.
-        trained = next((param for param in params if param.requires_grad), params[0])
-        return policy.reduce_dtype or policy.param_dtype or trained.dtype
+        """The dtype in which FSDP2 reduces the group's gradients."""
+        params = self._group.fsdp_params
+        trained = [param for param in params if param.sharded_param.requires_grad] or params[:1]
+        return reduce(torch.promote_types, map(reduced_in, trained))
 
     @cached_property
     def has_subclasses(self) -> bool:

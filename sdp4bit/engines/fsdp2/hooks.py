@@ -21,7 +21,7 @@ from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.observers import in_backward
-from sdp4bit.engines.fsdp2.refresh import Event, FSDPModelState, Refresh
+from sdp4bit.engines.fsdp2.refresh import NO_REFRESH, Event, FSDPModelState, Refresh
 from sdp4bit.engines.fsdp2.torch_internals import Comm
 from sdp4bit.engines.group import reduction_multiplier
 from sdp4bit.engines.measures import GradientQuantizer
@@ -92,14 +92,13 @@ class AllGatherHook(_Hook):
 
         # 1. Decide on the host. Backward uses the weights of its forward, even if an optimizer steps in
         # between.
-        if in_backward() and replica.rows is not None:
-            refresh = comm.apply(Event.GATHER_IN_BACKWARD)
-        else:
+        refresh = NO_REFRESH
+        if not (in_backward() and replica.rows is not None):
             if not in_backward():
                 self._state.before_unshard(comm)
             if replica.rows is not None and replica.rows.dtype != row.dtype:
                 comm.apply(Event.RESYNC)
-            refresh = comm.apply(Event.GATHER)
+            refresh = comm.due()
         # After the decision, which may end the last step and its counts.
         comm.weight_traffic.count_plain(row.nbytes)
 
@@ -159,12 +158,14 @@ class AllGatherHook(_Hook):
         if refresh.kind == "none":
             return
         assert replica is not None
+        ranges = comm.ranges_of(refresh)
         if refresh.is_full:
             replica.start_full_refresh(row if loaded is None else loaded)
         if main is not None:
-            replica.start_quantized_refresh(main, ranges=comm.ranges_of(refresh))
+            replica.start_quantized_refresh(main, ranges=ranges, bits=row)
             comm.refreshes += 1
-        comm.note_refresh(row, refresh=refresh)
+        # Only now, so that an exception above leaves the refresh due.
+        comm.note_refresh(row, refresh=refresh, ranges=ranges)
         self._state.warn_of_full_refreshes(comm)
 
     def _fill(self, output: Tensor) -> None:
@@ -296,7 +297,9 @@ def _quantized_sections(
     config = comm.gradient_config
     if quantizer is None or config is None or state.steps < config.start_step or numel < config.min_numel:
         return ()
-    sections = comm.group.sections(numel, unit=quantizer.group_unit, separate=comm.separate_parameters)
+    sections = comm.group.gradient_sections(
+        numel, unit=quantizer.group_unit, separate=comm.separate_parameters
+    )
     if sections is None:
         state.warn_once(
             "sdp4bit: unknown parameters got no gradient. A module in which tensor parallelism splits some "

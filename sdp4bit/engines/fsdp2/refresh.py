@@ -2,7 +2,8 @@
 
 A replica represents one version of the main weights. Optimizer steps, edits, loads and NaN make it stale, and
 `next_refresh` alone decides which refresh follows. Because ranks see different events, they first agree on
-them: one all-reduce of six flags per group and forward.
+them: one all-reduce of a few flags per group and forward. A refresh changes the state once its messages have
+been sent.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -24,6 +26,7 @@ from sdp4bit.collectives.work import HostCopy, SideStream
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.fsdp2.groups import reduce_over_copies
 from sdp4bit.engines.fsdp2.observers import StateDictAliases, StepObserver
+from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.group import SMALL_EDIT, is_large_change
 from sdp4bit.engines.handle import ModelState
 
@@ -54,12 +57,33 @@ class Event(Enum):
     LARGE_CHANGE = auto()  # they changed by more, or a step in evaluation mode did
     NONFINITE = auto()  # the last refresh has left NaN or infinity in the replica
     WEIGHTS_LOADED = auto()  # a state dict was loaded into the model
-    RESYNC = auto()  # full precision was requested, or weights are gathered in another dtype
+    RESYNC = auto()  # full precision was requested or is due on a rank, or weights have another dtype
     STATE_LOADED = auto()  # the communication state was loaded, with nothing pending
     STEPPED_STATE_LOADED = auto()  # the same, with a step that had not been sent
     MISFIT = auto()  # rows of a checkpoint belong to other weights or to another rank
     GATHER = auto()  # the weights are needed, outside of backward
-    GATHER_IN_BACKWARD = auto()  # backward needs the weights of its forward again
+
+
+@dataclass
+class Seen:
+    """The events of a group since its last refresh, as this rank has seen them."""
+
+    has_stepped: bool = False  # an optimizer has stepped; reset when the ranks have agreed on it
+    was_loaded: bool = False  # a state dict was loaded; reset likewise
+    is_reduced: bool = False  # gradients have been reduced
+    trained: frozenset[int] = frozenset()  # segments that required a gradient when gradients were reduced
+
+
+class Flags(NamedTuple):
+    """What the ranks of a group agree on: each flag is set if any of them has set it."""
+
+    full_due: bool  # a refresh in full precision is due, or one was interrupted by an exception
+    stepped: bool
+    edited: bool
+    loaded: bool
+    nonfinite: bool
+    evaluates: bool
+    misfit: bool
 
 
 class Refresh(NamedTuple):
@@ -86,6 +110,7 @@ _REFRESHES = {
     State.FULL_DUE: Refresh("full", "none", State.CURRENT),
     State.NOT_FINITE: Refresh("full", "none", State.CURRENT),
 }
+NO_REFRESH = _REFRESHES[State.CURRENT]  # also of a gather in backward, which uses the weights of its forward
 _HELD = (State.CURRENT, State.STEPPED, State.EDITED)  # differences from the held weights make sense
 FROM_CHECKPOINT = (State.LOADED, State.LOADED_STEPPED)
 _TRANSITIONS: dict[Event, dict[State, State]] = {
@@ -100,7 +125,6 @@ _TRANSITIONS: dict[Event, dict[State, State]] = {
     Event.STATE_LOADED: dict.fromkeys(State, State.LOADED),
     Event.STEPPED_STATE_LOADED: dict.fromkeys(State, State.LOADED_STEPPED),
     Event.MISFIT: dict.fromkeys(FROM_CHECKPOINT, State.FULL_DUE),
-    Event.GATHER_IN_BACKWARD: {},  # a backward uses the weights of its forward
 }
 
 
@@ -122,13 +146,15 @@ class FSDPModelState(ModelState):
         self.steps_seen = StepObserver(self)
         self._leader: weakref.ref[object] | None = None
         self._seen: set[int] = set()
+        self._contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()  # all of their groups have a handle
         # Gloo process groups by their ranks, if FSDP2's own takes no CPU tensors.
         self.decision_groups: dict[tuple[int, ...], ProcessGroup] = {}
         # FSDP2 gathers parameters, so a hook sees each forward.
         self.communicates = any(comm.layout.size > 1 for comm in groups)
         self.counts_reductions = self.communicates or any(comm.replica_layout is not None for comm in groups)
-        # Without gathers: the groups reduced over replicas since the last step boundary.
-        self._all_reduced: set[int] = set()
+        # Gradients were reduced since the last step boundary; the same on all ranks.
+        self._is_reduced = False
+        self._has_gradients = True
         self._warned: set[str] = set()
 
     @cached_property
@@ -137,12 +163,16 @@ class FSDPModelState(ModelState):
         return SideStream(self.groups[0].group.device)
 
     def note_reduction(self, comm: FSDPGroupState) -> None:
-        """Record that gradients of a group are being reduced, so the next forward begins a new step."""
-        comm.is_reduced = self.steps_seen.is_reduced = True
-        self.step_pending = self.step_pending or self.communicates
+        """Record that gradients of a group are being reduced."""
+        comm.note_reduction()
+        self.steps_seen.is_reduced = True
+        # The next gather outside of backward begins a new forward.
+        self._is_reduced, self._leader = True, None
 
     def after_step(self, *, by_hand: bool) -> None:
         self.aliases.forget_writes()  # some optimizers' writes look like a load
+        if self.counts_reductions and self._is_reduced:
+            self.step_pending = True
         for comm in self.groups:
             comm.note_step(by_hand=by_hand)
             if comm.has_unsummed_gradients():
@@ -152,30 +182,38 @@ class FSDPModelState(ModelState):
                     "set_requires_all_reduce(False), or FSDP2 all-reduced them in full precision over a "
                     "process group that was set after sdp4bit attached"
                 )
-        self.reshard([comm for comm in self.groups if comm.has_stepped])
+        self.reshard([comm for comm in self.groups if comm.seen.has_stepped])
 
     def before_all_reduce(self, comm: FSDPGroupState) -> None:
         """Detect step boundaries if nothing is gathered, because no hook then sees a forward."""
         if self.communicates:
             return
-        # A group is reduced over replicas once per step, so its second reduction begins the next step.
-        if comm.index in self._all_reduced:
-            self._all_reduced.clear()
+        # The first reduction after an optimizer step ends that step. The ranks need not agree: each of them
+        # holds all parameters, so its optimizers see every step.
+        if self.step_pending:
             self._end_step()
-        self._all_reduced.add(comm.index)
-        self.steps_seen.is_reduced = self.step_pending = True
+            self.measure_step()
+        self.steps_seen.is_reduced = self._is_reduced = True
 
     def _end_step(self) -> None:
-        if self.step_pending:
-            self.step_pending = False
-            self.steps += 1
-            self.end_traffic()
-            self.measure_step()
+        self.step_pending = self._is_reduced = False
+        self.steps += 1
+        self.end_traffic()
+
+    def forget_events(self) -> None:
+        """Forget what this rank has seen; a loaded state replaces it."""
+        self.step_pending = self._is_reduced = self.steps_seen.is_reduced = False
+        for comm in self.groups:
+            comm.seen = Seen()
+
+    def note_forward(self, *_: object) -> None:
+        """Record whether a forward that begins has gradients; FSDP2 gathers without them in any case."""
+        self._has_gradients = torch.is_grad_enabled()
 
     def note_load(self, *_: object) -> None:
         """Record that a state dict was loaded on this rank; a hook of torch.nn modules."""
         for comm in self.groups:
-            comm.was_loaded = True
+            comm.seen.was_loaded = True
 
     def request_resync(self, comms: Collection[FSDPGroupState] | None = None) -> None:
         """Request a full-precision refresh of these groups (None: all); called on all ranks."""
@@ -195,12 +233,17 @@ class FSDPModelState(ModelState):
         """Make the ranks agree on changes of the weights; called outside of backward."""
         # The first gather of a forward reduces the flags of all groups of its root. A gather outside of
         # forward reduces those of its own group.
-        ended, self.step_pending = self.step_pending, False
-        if ended:
-            self.steps += 1
-            self.end_traffic()
-            self._leader = None  # a new forward has begun
         leader = comm.group.forward_leader
+        if leader is not None and comm.group.context not in self._contexts:
+            self._contexts.add(comm.group.context)
+            names = comm.group.find_unattached()
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise RuntimeError(
+                    f"fully_shard was called after sdp4bit.quantize_communication, so {', '.join(names[:3])}"
+                    f"{more} would be sent in full precision: call quantize_communication after the last "
+                    "fully_shard, with the root of the model. skip= leaves modules in full precision"
+                )
         if leader is None:
             self._agree([comm])
         else:
@@ -212,8 +255,6 @@ class FSDPModelState(ModelState):
                 self._seen.clear()
                 self._agree([each for each in self.groups if each.group.context is comm.group.context])
             self._seen.add(comm.index)
-        if ended:
-            self.measure_step()
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -223,24 +264,34 @@ class FSDPModelState(ModelState):
         ):
             # Recorded per group because take_loads reports each load once.
             for comm in comms:
-                comm.was_loaded = True
+                comm.seen.was_loaded = True
+        # Whether ranks communicate here depends on facts that are equal on all of them: which groups have a
+        # replica, and whether gradients were reduced.
         asked: dict[tuple[int, ...], list[FSDPGroupState]] = {}
         for comm in comms:
-            # No event changes the refresh of these two states, which are the same on all ranks.
-            if comm.replica is not None and comm.state not in (State.NEVER, State.FULL_DUE):
-                asked.setdefault(comm.layout.ranks, []).append(comm)
-        for together in asked.values():
-            flags = self._reduced_flags(together)
+            together = asked.setdefault(comm.layout.ranks, [])
+            if comm.replica is not None:
+                together.append(comm)
+        changed = self.step_pending
+        first = {comm.layout.ranks: comm for comm in reversed(comms)}
+        for ranks, together in asked.items():
+            if len(ranks) == 1 or not (together or self._is_reduced):
+                continue
+            changed, flags = self._reduced_flags(together, changed=changed, over=first[ranks])
             measured = []
             # Rows of a checkpoint are used for all groups or for none.
-            misfits = any(misfit for *_, misfit in flags)
-            for comm, (stepped, edited, loaded, nonfinite, evaluates, _) in zip(together, flags, strict=True):
-                comm.has_stepped = comm.was_loaded = False
-                if stepped:
+            misfits = any(flag.misfit for flag in flags)
+            for comm, flag in zip(together, flags, strict=True):
+                # Weights that another kind of optimizer has changed are found as edits.
+                changed = changed or flag.edited
+                comm.seen.has_stepped = comm.seen.was_loaded = False
+                if flag.full_due:
+                    comm.apply(Event.RESYNC)
+                if flag.stepped:
                     comm.apply(Event.STEP)
-                if loaded:
+                if flag.loaded:
                     comm.apply(Event.WEIGHTS_LOADED)
-                if nonfinite:
+                if flag.nonfinite:
                     comm.apply(Event.NONFINITE)
                 if misfits and comm.state in FROM_CHECKPOINT:
                     comm.apply(Event.MISFIT)
@@ -253,17 +304,28 @@ class FSDPModelState(ModelState):
                 # coarse, and its bytes hardly matter. With mode="direct" the replica always differs.
                 is_evaluated = (
                     comm.state in (State.STEPPED, State.EDITED, State.LOADED_STEPPED)
-                    and evaluates
+                    and flag.evaluates
                     and comm.replica is not None
                     and comm.replica.sends_differences
                 )
-                if is_evaluated or (edited and comm.state in _HELD):
-                    measured.append((comm, bool(edited)))
+                if is_evaluated or (flag.edited and comm.state in _HELD):
+                    measured.append((comm, flag.edited))
             if measured:
                 self._apply_sizes(measured)
+        if changed and self._is_reduced:
+            self._end_step()
+            self.measure_step()
 
-    def _reduced_flags(self, comms: Sequence[FSDPGroupState]) -> list[list[int]]:
-        """Return the events that any rank has seen, for groups of the same ranks."""
+    def _reduced_flags(
+        self, comms: Sequence[FSDPGroupState], *, changed: bool, over: FSDPGroupState
+    ) -> tuple[bool, list[Flags]]:
+        """Return whether weights have changed on any rank, and the events that any rank has seen.
+
+        Args:
+            comms: groups of the same ranks, which have a replica.
+            changed: whether an optimizer of this rank has stepped after a reduction.
+            over: a group of these ranks.
+        """
         edits: dict[int, Tensor] = {}
         for index, comm in enumerate(comms):
             edit = comm.has_edits() if _may_wait(comm) else None
@@ -271,29 +333,31 @@ class FSDPModelState(ModelState):
                 edits[index] = edit
         edited = dict(zip(edits, torch.stack(list(edits.values())).tolist(), strict=True)) if edits else {}
         seen = [
-            (
-                comm.has_stepped or comm.state is State.LOADED_STEPPED,
-                edited.get(index, False),
-                comm.was_loaded,
-                _is_set(comm.nonfinite),
-                not comm.group.module.training,
-                comm.has_misfit(),
+            Flags(
+                full_due=comm.needs_full_refresh,
+                stepped=comm.seen.has_stepped or comm.state in (State.STEPPED, State.LOADED_STEPPED),
+                edited=edited.get(index, False),
+                loaded=comm.seen.was_loaded,
+                nonfinite=_is_set(comm.nonfinite),
+                # Training in eval mode, which only switches dropout off, has gradients.
+                evaluates=not comm.group.module.training and not self._has_gradients,
+                misfit=comm.has_misfit(),
             )
             for index, comm in enumerate(comms)
         ]
         # On the CPU: apart from the checksums, the flags do not depend on the GPU, so a step need not wait
         # for it.
-        flags = torch.tensor(seen, dtype=torch.int32)
-        self._reduce(flags, comms, op=dist.ReduceOp.MAX, what="agreement on changed weights")
-        rows: list[list[int]] = self._over_copies(flags, comms).tolist()
-        return rows
+        flags = torch.tensor([[changed] * len(Flags._fields), *seen], dtype=torch.int32)
+        self._reduce(flags, over, op=dist.ReduceOp.MAX, what="agreement on changed weights")
+        rows = self._over_copies(flags[1:], comms).tolist()
+        return bool(flags[0, 0]), [Flags(*map(bool, row)) for row in rows]
 
     def _apply_sizes(self, measured: Sequence[tuple[FSDPGroupState, bool]]) -> None:
         """Choose between a difference and full precision by the size of each change."""
         comms = [comm for comm, _ in measured]
         # The host waits for the device because its next collective depends on the result; edits are rare.
         squares = torch.stack([comm.change_squares() for comm in comms]).cpu()
-        self._reduce(squares, comms, op=dist.ReduceOp.SUM, what="agreement on the size of edits")
+        self._reduce(squares, comms[0], op=dist.ReduceOp.SUM, what="agreement on the size of edits")
         is_large = self._over_copies(is_large_change(squares).to(torch.int32), comms)
         for (comm, edited), large in zip(measured, is_large.tolist(), strict=True):
             assert comm.replica is not None
@@ -303,9 +367,9 @@ class FSDPModelState(ModelState):
                 comm.apply(Event.SMALL_EDIT)
 
     def _reduce(
-        self, values: Tensor, comms: Sequence[FSDPGroupState], *, op: dist.ReduceOp.RedOpType, what: str
+        self, values: Tensor, over: FSDPGroupState, *, op: dist.ReduceOp.RedOpType, what: str
     ) -> None:
-        group = self.decision_groups.get(comms[0].layout.ranks, comms[0].group.process_group)
+        group = self.decision_groups.get(over.layout.ranks, over.group.process_group)
         with comm_error_context(what, group=group):
             dist.all_reduce(values, op=op, group=group)
 

@@ -48,7 +48,7 @@ def save_state(state: FSDPModelState) -> StateDict:
                 # precision. A wrong fingerprint makes the resumed run do the same.
                 edited, is_nonfinite = comm.has_edits(), comm.values_of(row).isfinite().all().logical_not()
                 is_unusable = is_nonfinite if edited is None else edited | is_nonfinite
-                marks = marks + is_unusable.to(marks.dtype) + int(comm.was_loaded)
+                marks = marks + is_unusable.to(marks.dtype) + int(comm.seen.was_loaded)
         numbers = [comm.reductions, comm.refreshes, comm.all_reduces]
         # No two ranks of the mesh with the most dimensions hold the same shards.
         mesh = max((s.sharded.device_mesh for s in comm.group.segments), key=lambda mesh: mesh.ndim)
@@ -99,13 +99,14 @@ def load_state(state: FSDPModelState, saved: StateDict) -> None:
     wrong = [key for key in _PARTS if not isinstance(saved[key], Mapping)]
     if wrong:
         raise ValueError(f"this is not the state of {_OWNER}: {', '.join(wrong)} should be dictionaries")
-    state.steps, state.step_pending = int(saved["steps"]), False
+    state.steps = int(saved["steps"])
+    state.forget_events()
     state.reshard(state.groups)
     for comm, keys in zip(state.groups, _keys(state), strict=True):
         values = [[int(v) for v in saved["counters"].get(key, [0, 0, 0, 0])] for key in keys]
         comm.reductions, comm.refreshes, comm.all_reduces, _ = values[0]
         due = frozenset(index for index, numbers in enumerate(values) if numbers[3])
-        comm.trained = due
+        comm.trained = comm.seen.trained = due
         marks = [_local(saved["fingerprints"].get(key)) for key in keys]
         known = [mark.to(comm.group.device) for mark in marks if mark is not None]
         comm.loaded_fingerprints = torch.stack(known) if len(known) == len(marks) else None

@@ -33,6 +33,7 @@ class RootContext(Protocol):
     """The context that the FSDP modules of one root share from the first forward on."""
 
     iter_forward_root: object | None
+    all_states: list[ModuleState]  # of all FSDP modules below the root
 
 
 class ModuleState(Protocol):
@@ -78,6 +79,7 @@ class Param(Protocol):
     """FSDP2's record of a parameter."""
 
     sharded_param: nn.Parameter  # a DTensor; may be replaced over time
+    mp_policy: MixedPrecisionPolicy
     padded_sharded_param_size: torch.Size
     fsdp_placement: Shard
     mesh_info: MeshInfo
@@ -91,7 +93,6 @@ class ParamGroup(Protocol):
 
     fsdp_params: list[Param]
     mesh_info: MeshInfo
-    mp_policy: MixedPrecisionPolicy
     device: torch.device
     is_unsharded: bool
     reduce_grads: bool
@@ -102,6 +103,7 @@ class ParamGroup(Protocol):
     _is_hsdp: bool
     _training_state: Enum
     _use_post_forward_mesh: bool
+    _partial_reduce_output: Tensor | None  # HSDP: gradients that were not all-reduced yet
 
 
 # The arguments that FSDP2 passes to its communication objects.
@@ -136,11 +138,7 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
     state = module._get_fsdp_state()
     _check(state, relied_on(ModuleState))
     _check(state._state_ctx, relied_on(RootContext))
-    groups: Sequence[ParamGroup] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.12 a module has one group
-        _check(state, ("_fsdp_param_group",))
-        only: ParamGroup | None = getattr(state, "_fsdp_param_group")  # noqa: B009
-        groups = [] if only is None else [only]
+    groups = param_groups_of_state(state)
     for group in groups:
         _check(group, relied_on(ParamGroup))
         _refuse_replicated(group, module)
@@ -151,7 +149,29 @@ def param_groups_of(module: Module) -> list[ParamGroup]:
             _check(param, relied_on(Param))
         for name, arguments in _ARGUMENTS.items():
             _check_call(getattr(group, name), arguments)
+    return groups
+
+
+def param_groups_of_state(state: ModuleState) -> list[ParamGroup]:
+    """Return FSDP2's parameter groups of a module's state; see `param_groups_of`."""
+    groups: Sequence[ParamGroup] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 a module has one group
+        _check(state, ("_fsdp_param_group",))
+        only: ParamGroup | None = getattr(state, "_fsdp_param_group")  # noqa: B009
+        groups = [] if only is None else [only]
     return list(groups)
+
+
+def reduced_in(param: Param) -> torch.dtype:
+    """Return the dtype in which FSDP2 reduces the gradient of a parameter."""
+    policy, dtype = param.mp_policy, param.sharded_param.dtype
+    if policy.reduce_dtype is not None:
+        return policy.reduce_dtype
+    # torch 2.15 reduces in the dtype of the sharded gradient, which is the parameter's unless it was set.
+    # Older releases reduce in the compute dtype.
+    if hasattr(param, "sharded_grad_dtype"):
+        return param.sharded_grad_dtype or dtype
+    return policy.param_dtype or dtype
 
 
 def _refuse_replicated(group: ParamGroup, module: Module) -> None:

@@ -104,7 +104,7 @@ def check_bytes(placement: str, inter_bits: float) -> None:
     run.train(1).evaluate()
     config, reduced, summed = run.comm.config.gradients, [], []
     for group in (each.group for each in run.comm.groups):
-        row, sections = group.shard_numel, group.sections(group.shard_numel, unit=128, separate=True)
+        row, sections = group.shard_numel, group.gradient_sections(group.shard_numel, unit=128, separate=True)
         reduced.append(gradient_exchange(row, grid=sharded, config=config, sections=sections))
         summed.append(all_reduce_exchange(row, grid=replicated, config=config, sections=sections))
     traffic = counted(run)

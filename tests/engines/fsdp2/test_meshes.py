@@ -60,7 +60,7 @@ def test_every_group_sends_over_its_own_mesh_what_the_planner_says() -> None:
     parts = []
     for group in (each.group for each in run.comm.groups):
         row, grid = group.shard_numel, BETWEEN[group.name.endswith("experts")]
-        reduced, refreshed = (group.sections(row, unit=unit, separate=True) for unit in (128, 2048))
+        reduced, refreshed = (group.gradient_sections(row, unit=unit, separate=True) for unit in (128, 2048))
         parts += [
             gradient_exchange(row, grid=grid, config=QUANTIZED.gradients, sections=reduced),
             weight_refresh(row, grid=grid, config=QUANTIZED.weights, sections=refreshed),

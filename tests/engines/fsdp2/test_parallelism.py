@@ -175,7 +175,7 @@ def check_sections() -> None:
     run.evaluate()
     group = run.comm.groups[1].group
     for separate in (True, False):  # copies are apart in any case
-        sections = group.sections(group.shard_numel, unit=128, separate=separate)
+        sections = group.gradient_sections(group.shard_numel, unit=128, separate=separate)
         for section in sections:
             inside = [
                 bool(segment.split_over)

@@ -29,8 +29,6 @@ def documented() -> dict[tuple[State, Event], Refresh]:
             if event is Event.GATHER:
                 kind, _, ranges = cell.rstrip(")").partition(" (")
                 refreshes[state, event] = Refresh(kind, ranges or "none", State.CURRENT)  # type: ignore[arg-type]
-        # A backward uses the weights of its forward.
-        refreshes[state, Event.GATHER_IN_BACKWARD] = Refresh("none", "none", state)
     return refreshes
 
 
