@@ -76,7 +76,7 @@ def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
     page, in_page = bucket >> BUCKET_BITS, bucket % (1 << BUCKET_BITS)
     if step < 0:
         raise ValueError(f"step={step} must be at least 0")
-    # Long jobs have more steps than the field: a row with 768 sections passes it after 5.6 million reductions.
+    # A long job has more steps than the field: a row of 768 sections ends it after 5.6 million reductions.
     step %= 1 << STEP_BITS - page.bit_length()
     fields = (
         ("bucket", bucket, MAX_BUCKETS.bit_length() - 1),
