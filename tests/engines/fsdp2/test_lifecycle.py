@@ -21,6 +21,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.optim import optimizer as torch_optimizer
 
 from sdp4bit import SDP4BitConfig, quantize_communication
+from sdp4bit.engines.fsdp2.observers import StepObserver
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from tests import toy
 from tests.ranks import on_ranks, run_ranks
@@ -113,6 +114,27 @@ def test_steps_are_counted_where_nothing_is_sent() -> None:
             assert run.comm.stats()["steps"] == step
     run.comm.mark_step()
     assert run.comm.stats()["steps"] == 5
+
+
+@on_ranks(1)
+def test_an_optimizer_of_another_model_is_looked_at_once() -> None:
+    """Unless it is given other parameters: those of the model, too."""
+    run = Run(build(), QUANTIZED, topology=1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1)) for _ in range(3)])
+    table = StepObserver._table
+    with mock.patch.object(StepObserver, "_table", autospec=True, side_effect=table) as tables:
+        for _ in range(5):
+            other.step()
+        assert tables.call_count == 1
+        run.train(1)
+        for _ in range(5):
+            other.step()
+        assert tables.call_count == 1
+        assert run.comm.stats()["steps"] == 1
+        other.param_groups[0]["params"][1] = next(run.model.parameters())
+        other.step()
+        other.step()
+        assert run.comm.stats()["steps"] == 3
 
 
 @on_ranks(2)
