@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 
 
+_dropped: list[RemovableHandle] = []
+"""Hooks of models that were freed while attached."""
+
+
 def in_backward() -> bool:
     """Return whether autograd is running on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -39,6 +43,10 @@ class StepObserver:
 
     def watch_optimizers(self) -> RemovableHandle:
         """Watch the steps of every torch optimizer; the hook does not keep the model alive."""
+        # Removed here and not by the finalizer below: a garbage collection may come while an optimizer
+        # iterates over its hooks.
+        while _dropped:
+            _dropped.pop().remove()
         reference = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -47,7 +55,9 @@ class StepObserver:
                 observer.note_step(optimizer)
 
         # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
-        return register_optimizer_step_post_hook(torch.compiler.disable(after_step))
+        hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
+        weakref.finalize(self, _dropped.append, hook)
+        return hook
 
     def _only_creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step cannot change weights: no reduced gradients and a learning rate of zero."""

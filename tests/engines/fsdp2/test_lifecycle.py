@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sdp4bit import SDP4BitConfig, quantize_communication
 from sdp4bit.engines.fsdp2.observers import StepObserver
@@ -139,14 +140,20 @@ def test_an_optimizer_of_another_model_is_looked_at_once() -> None:
 
 @on_ranks(2)
 def test_a_dropped_model_is_collected_with_its_handle_or_without_it_after_removal() -> None:
-    other, removed, dropped = (Run(build(), QUANTIZED, topology=1).train(1) for _ in range(3))
+    gc.disable()
+    collecting = register_optimizer_step_post_hook(lambda *_: gc.collect())
+    dropped, removed, other = (Run(build(), QUANTIZED, topology=1).train(1) for _ in range(3))
     handle = removed.comm
     handle.remove()
     dead = [weakref.ref(each) for each in (dropped.comm, dropped.comm._state, dropped.model, removed.model)]
     del removed, dropped
-    gc.collect()
+    other.train(2)  # the dropped model is collected while the optimizer calls its hooks
     assert [reference() for reference in dead] == [None] * 4
-    other.train(1)  # its optimizer's hooks meet what is left of the dropped model
+    collecting.remove()
+    gc.enable()
+    hooks = len(torch_optimizer._global_optimizer_post_hooks)
+    quantize_communication(build(), topology=1)
+    assert len(torch_optimizer._global_optimizer_post_hooks) == hooks
 
 
 @on_ranks(2)
