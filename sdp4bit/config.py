@@ -14,7 +14,7 @@ from typing import Literal, get_args
 VERSION = "0.2.0"
 """Version of the package, equal on all ranks of a job."""
 
-TESTED_TORCH = "torch 2.9 to 2.14"
+TESTED_TORCH = "torch 2.9 to 2.15"
 """For errors; newer releases work if they keep the private attributes that the engines use."""
 
 Rounding = Literal["nearest", "stochastic", "dither"]
