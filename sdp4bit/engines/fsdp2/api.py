@@ -28,6 +28,7 @@ from sdp4bit.engines.explain import ONE_RANK
 from sdp4bit.engines.fsdp2.checks import (
     check_group,
     check_staging,
+    local_roots,
     match_skipped,
     skip_patterns,
     unquantizable_weights_reason,
@@ -95,7 +96,7 @@ def quantize_communication(
     try:
         check_torch_version()
         settings = as_config(config)
-        roots = [model] if isinstance(model, nn.Module) else list(model)
+        roots = local_roots(model)
         groups = find_groups(roots)
         patterns = skip_patterns(skip)
         skipped, unmatched = match_skipped(groups, skip if callable(skip) else patterns)
