@@ -230,7 +230,9 @@ def test_topologies_that_do_not_fit_are_refused() -> None:
     refuse(model, "topology=0 ranks per node", topology=0)
     for wrong in (True, "banana", 2.0, None):
         refuse(model, f"topology={wrong!r} is unknown", topology=wrong)
-    refuse(model, "must be 2-D (inter, intra), but it has 1 dimensions", topology=grid["intra"])
+    refuse(model, "must be 2-D (inter, intra), but it has 1 dimension [", topology=grid["intra"])
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("intra", "inter"))
+    refuse(model, "the mesh is (intra, inter), but must be (inter, intra)", topology=turned)
     accept(model, topology=2)
 
 
