@@ -86,8 +86,8 @@ class GroupStats(Measures):
     """Bytes sent inside the node in the last step."""
     inter_bytes: int
     """Bytes sent to other nodes in the last step."""
-    compression_ratio: float
-    """Bytes between nodes without sdp4bit over those with it."""
+    compression_ratio: float | None
+    """Bytes between nodes without sdp4bit over those with it; None before the first step."""
     weight_bits: float | None
     """Current bits; None for full precision."""
     gradient_bits: float | None

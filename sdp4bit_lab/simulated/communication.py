@@ -386,7 +386,4 @@ class SimulatedCommHandle(CommHandle):
         """Free the memory of messages and gradients."""
         self._scratch = Scratch()
         self._reduced.clear()
-        if self._alerts is not None:
-            self._alerts.detach()
-        self._state.detach()
-        self._removed = True
+        self._end()

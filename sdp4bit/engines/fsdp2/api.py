@@ -276,6 +276,7 @@ class FSDPCommHandle(CommHandle):
 
         Its changes are then sent as differences of any size. Without this call they are detected as edits.
         """
+        self._check_attached()
         self._state.steps_seen.note_step()
 
     def resync(self) -> None:
@@ -284,6 +285,7 @@ class FSDPCommHandle(CommHandle):
         Most weight edits are detected automatically (docs/fsdp2.md, "Weight edits that are detected"). Call
         it if weights are replaced between an optimizer step and the next forward, in training mode.
         """
+        self._check_attached()
         self._state.request_resync()
 
     def _check_switch(self) -> None:
@@ -363,7 +365,4 @@ class FSDPCommHandle(CommHandle):
                 dist.destroy_process_group(group)
         self._state.decision_groups = {}
         self._hooks, self._previous, self._topologies = [], [], []
-        if self._alerts is not None:
-            self._alerts.detach()
-        self._state.detach()
-        self._removed = True
+        self._end()

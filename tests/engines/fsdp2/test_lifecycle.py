@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sdp4bit import SDP4BitConfig, quantize_communication
+from sdp4bit import AlertConfig, SDP4BitConfig, quantize_communication
 from sdp4bit.engines.fsdp2.observers import StepObserver
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from tests import toy
@@ -49,6 +50,25 @@ def materializing(config: SDP4BitConfig | None) -> list[float]:
 @on_ranks(2)
 def test_models_may_be_attached_without_storage_and_converted_later() -> None:
     assert_close_to_plain(materializing)
+
+
+@on_ranks(2)
+def test_a_removed_handle_keeps_its_statistics_and_refuses_the_rest() -> None:
+    run = Run(build(), replace(QUANTIZED, alerts=AlertConfig(weight_drift=1e-9)), topology=1).train(2)
+    comm = run.comm
+    before = [comm.stats(), comm.group_stats(), comm.alerts()]
+    assert comm.stats()["compression_ratio"] > 1 and comm.alerts()
+    for _ in range(2):
+        comm.remove()
+        assert [comm.stats(), comm.group_stats(), comm.alerts()] == before
+        assert comm.explain() == "removed: the model communicates as without sdp4bit"
+    for act in (
+        *(comm.measure, comm.audit, comm.resync, comm.mark_step, comm.state_dict),
+        *(lambda: comm.load_state_dict({}), lambda: comm.on_alert(print), lambda: comm.time_steps(print)),
+        lambda: comm.full_precision().__enter__(),
+    ):
+        with pytest.raises(RuntimeError, match=r"removed from its model: only stats\(\)"):
+            act()
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
@@ -181,7 +201,7 @@ def test_reports_add_up() -> None:
         "steps": 0,
         "last_step": nothing,
         "total": nothing,
-        "compression_ratio": 1.0,
+        "compression_ratio": None,
         "full_refreshes": 0,
         "sampled_step": None,
         "weight_drift": None,
@@ -189,6 +209,7 @@ def test_reports_add_up() -> None:
         "gradient_error": None,
         "nonfinite_groups": 0,
     }
+    assert [group["compression_ratio"] for group in comm.group_stats()] == [None] * 4
     header, rule, *lines = comm.explain().splitlines()
     names = [group.group.name for group in comm.groups]
     numbers = [line for line in lines if not line.startswith(" ")]
