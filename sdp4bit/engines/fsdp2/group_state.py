@@ -233,6 +233,9 @@ class FSDPGroupState(GroupState):
             ranges = common_ranges(ranges, self.group.value_ranges)
         return (self.group.sample_main(ranges), sample_of(replica.own_shard, ranges)) if ranges else None
 
+    def awaits_refresh(self) -> bool:
+        return self.has_stepped or self.was_loaded or self.state is not State.CURRENT
+
     def copies(self) -> Sequence[ReplicaCopy]:
         """See GroupState; with HSDP also a checksum of the main shard, which must equal other replicas'."""
         copies = []
