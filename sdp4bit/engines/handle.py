@@ -18,7 +18,14 @@ from sdp4bit.engines.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.engines.audit import audit_replicas
 from sdp4bit.engines.explain import render, wrapped
 from sdp4bit.engines.group import GroupState, GroupStats
-from sdp4bit.engines.measures import SQUARES, Measures, Telemetry, total_measures
+from sdp4bit.engines.measures import (
+    SQUARES,
+    Measurement,
+    Measures,
+    Telemetry,
+    total_error,
+    total_measures,
+)
 from sdp4bit.engines.time_steps import StepTimes, time_steps
 from sdp4bit.traffic import Traffic
 
@@ -83,6 +90,13 @@ class ModelState:
         # One group at a time: measuring an entire shard takes several times its memory.
         rows = [comm.squares(sample_numel=sample_numel) for comm in self.groups]
         return torch.stack(rows) if rows else torch.empty(0, SQUARES, dtype=torch.float64)
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def pending_squares(self) -> Tensor:
+        """Return the squares [groups, 2] of the changes not sent yet; see GroupState.pending_squares."""
+        rows = [comm.pending_squares() for comm in self.groups]
+        return torch.stack(rows).cpu() if rows else torch.empty(0, 2, dtype=torch.float64)
 
     @property
     def device(self) -> torch.device | None:
@@ -262,17 +276,22 @@ class CommHandle(ABC):
                 each["compression_ratio"] = None
         return found
 
-    def measure(self) -> Measures:
+    def measure(self) -> Measurement:
         """Measure the error of quantization now, over entire shards; call it on all ranks.
 
         Waits for the device.
 
         Returns:
-            "weight_drift", "weight_error": of the current weights and replicas, as in `stats()`.
+            "weight_drift", "weight_error": of the current weights and replicas, as in `stats()`. Between a
+            step and the next forward, the drift is the one that the forward will leave.
+            "pending": |main - replica| / |main|, the size of a step that was not sent; 0 after the forward.
             "gradient_error", "nonfinite_groups": of the gradients that were sampled last.
         """
         self._check_attached()
-        return total_measures(self._state.measure())
+        return {
+            **total_measures(self._state.measure()),
+            "pending": total_error(self._state.pending_squares()),
+        }
 
     def time_steps(self, step: Callable[[], object], *, repeats: int = 10) -> StepTimes:
         """Measure training steps with and without quantization, on this model, network and data.
