@@ -200,7 +200,9 @@ class FSDPGroupState(GroupState):
         self.loaded_shard = None
         self.nonfinite = HostCopy(self.replica.nonfinite)
         before, is_full = self.refreshed_from, refresh.is_full
-        self.full_in_a_row = self.full_in_a_row + 1 if is_full and before is not None else 0
+        # An evaluation may have swapped averages in, and the next forward in training has them out again.
+        counts = is_full and before is not None and self.group.module.training
+        self.full_in_a_row = self.full_in_a_row + 1 if counts else 0
         if is_full:
             self.count_full_refresh()
         with torch.inference_mode(False):

@@ -321,14 +321,15 @@ class FSDPModelState(ModelState):
         return flags
 
     def warn_of_full_refreshes(self, comm: FSDPGroupState) -> None:
-        """Warn once if weights are repeatedly sent in full precision."""
-        if comm.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
+        """Warn once, on the first rank, if training repeatedly sends weights in full precision."""
+        if comm.full_in_a_row == FULL_REFRESHES_IN_A_ROW and comm.layout.ranks[0] == dist.get_rank():
             self.warn_once(
                 f"sdp4bit: weights ({comm.group.name} first) were sent in full precision "
                 f"{FULL_REFRESHES_IN_A_ROW} times in a row: they were loaded, held NaN or infinity, or were "
                 f"edited by more than 1/{round(1 / SMALL_EDIT)} of their norm without an optimizer step. If "
                 "an optimizer makes these edits, call comm.mark_step() after each to send "
-                "differences; comm.explain() counts full refreshes per group"
+                "differences. If averages (EMA) are swapped in, call model.eval() before you evaluate them. "
+                "comm.explain() counts full refreshes per group"
             )
 
     def warn_once(self, message: str) -> None:
