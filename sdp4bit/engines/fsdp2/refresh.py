@@ -26,7 +26,7 @@ from sdp4bit.engines.fsdp2.groups import reduce_over_copies
 from sdp4bit.engines.fsdp2.host_reductions import HostReductions
 from sdp4bit.engines.fsdp2.observers import StateDictAliases, StepObserver
 from sdp4bit.engines.group import SMALL_EDIT, is_large_change
-from sdp4bit.engines.handle import ModelState
+from sdp4bit.engines.handle import ModelState, logger
 
 if TYPE_CHECKING:
     from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
@@ -132,6 +132,7 @@ class FSDPModelState(ModelState):
         # Without gathers: the groups reduced over replicas since the last step boundary.
         self._all_reduced: set[int] = set()
         self._warned: set[str] = set()
+        self._has_logged = False  # a load of weights without the state
 
     @cached_property
     def unshard_stream(self) -> SideStream:
@@ -226,6 +227,7 @@ class FSDPModelState(ModelState):
             # Recorded per group because take_loads reports each load once.
             for comm in comms:
                 comm.was_loaded = True
+        self._log_stateless_load(comms)
         asked: dict[tuple[int, ...], list[FSDPGroupState]] = {}
         for comm in comms:
             # No event changes the refresh of these two states, which are the same on all ranks.
@@ -263,6 +265,16 @@ class FSDPModelState(ModelState):
                     measured.append((comm, bool(edited)))
             if measured:
                 self._apply_sizes(measured)
+
+    def _log_stateless_load(self, comms: Sequence[FSDPGroupState]) -> None:
+        """Log once, on rank 0, if training starts with loaded weights but without the state of a handle."""
+        loaded = (c.was_loaded and c.replica is not None and c.state not in FROM_CHECKPOINT for c in comms)
+        if not self.steps and not self._has_logged and dist.get_rank() == 0 and any(loaded):
+            self._has_logged = True
+            logger.warning(
+                "sdp4bit: weights were loaded without this handle's state, so replicas start from the loaded "
+                "weights. If this resumes a run, it is not bit-exact: save the handle with the model"
+            )
 
     def _reduced_flags(self, comms: Sequence[FSDPGroupState]) -> list[list[int]]:
         """Return the events that any rank has seen, for groups of the same ranks."""
