@@ -13,8 +13,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 # third works while ranks of the others wait for each other, and more only take the cores from ranks that would not.
 PYTEST := -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-# An environment of its own for another torch.
+# An environment of its own for another torch, with its own pins of torch and triton if there is a file of them.
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
+OTHER_PINS := $(wildcard constraints-torch-$(basename $(VERSION)).txt)
 OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch==$(VERSION)
 
 # An environment of its own for trainers and launchers of other packages. torchtitan asks for older packages than it needs.
@@ -65,15 +66,15 @@ $(ECOSYSTEM)/.installed: pyproject.toml constraints.txt constraints-ecosystem.tx
 	$(ECOSYSTEM_INSTALL) --no-deps torchtitan
 	touch $@
 
-test-torch: ## run the tests on another torch: VERSION=2.14.1, and PYTHON=python3.12 if need be
-	@test -n '$(VERSION)' || { echo 'which torch? make test-torch VERSION=2.14.1 [PYTHON=python3.12]'; exit 2; }
+test-torch: ## run the tests on another torch: VERSION=2.15.0, and PYTHON=python3.12, TESTS=tests/engines if need be
+	@test -n '$(VERSION)' || { echo 'which torch? make test-torch VERSION=2.15.0 [PYTHON=python3.12] [TESTS=...]'; exit 2; }
 	@$(MAKE) --no-print-directory $(OTHER)/.installed
-	$(OTHER)/bin/python $(PYTEST)
+	$(OTHER)/bin/python $(PYTEST) $(TESTS)
 
-# All pins but those of torch and of triton, which torch chooses.
-$(OTHER)/.installed: pyproject.toml constraints.txt
+# All pins but those of torch and of triton, which torch chooses if no file pins them.
+$(OTHER)/.installed: pyproject.toml constraints.txt $(OTHER_PINS)
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	grep -vE '^(torch|triton)==' constraints.txt > $(OTHER)/constraints.txt
+	{ grep -vE '^(torch|triton)==' constraints.txt; cat $(OTHER_PINS) /dev/null; } > $(OTHER)/constraints.txt
 	$(OTHER_INSTALL) setuptools
 	$(OTHER_INSTALL) --no-build-isolation -e '.[dev]'
 	touch $@

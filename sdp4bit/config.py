@@ -7,14 +7,16 @@ rounded between nodes, and parameters are quantized separately.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar, get_args
 
 VERSION = "0.2.0"
 """Version of the package, equal on all ranks of a job."""
 
-TESTED_TORCH = "torch 2.9 to 2.14"
+TESTED_TORCH = "torch 2.9 to 2.15"
 """For errors; newer releases work if they keep the private attributes that the engines use."""
 
 Rounding = Literal["nearest", "stochastic", "dither"]
@@ -29,6 +31,30 @@ TERNARY_CLIP = 0.6
 """`WeightConfig.clip` of 2-bit differences, measured (docs/numerics.md)."""
 HADAMARD_BLOCK = 32
 """Values in a block of the Walsh-Hadamard transform; group sizes are multiples of it."""
+
+
+_Settings = TypeVar("_Settings")
+
+
+def _suggests_names(cls: type[_Settings]) -> type[_Settings]:
+    """Make the TypeError of an unknown setting name the similar ones."""
+    create: Any = cls.__init__
+    known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(create)
+    def create_known(self: _Settings, *args: object, **settings: object) -> None:
+        for name in settings:
+            if name not in known:
+                # The similarity of bits and inter_bits is 0.57.
+                near = sorted(
+                    get_close_matches(name, known, cutoff=0.7) or get_close_matches(name, known, cutoff=0.55)
+                )
+                hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+                raise TypeError(f"{cls.__name__} has no setting {name!r}: {hint}")
+        create(self, *args, **settings)
+
+    cls.__init__ = create_known  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def _check_bits(name: str, bits: float | None) -> None:
@@ -65,6 +91,7 @@ def _check_at_least(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{name}={value!r} must be an integer of at least {minimum}")
 
 
+@_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class WeightConfig:
     """Quantized weight differences, qWD (paper section 3.1, algorithm 2)."""
@@ -113,6 +140,7 @@ class WeightConfig:
         return nodes > 1 or self.replica == "full"
 
 
+@_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class GradientConfig:
     """Two-level quantized reduce-scatter with Hadamard smoothing, TLq-HS (paper section 3.2, algorithm 3)."""
@@ -167,6 +195,7 @@ class GradientConfig:
         return nodes > 1 or self.inside_one_node
 
 
+@_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
     """Interval and sample size of the measured quantization errors."""
@@ -181,6 +210,7 @@ class TelemetryConfig:
         _check_at_least("telemetry.sample_numel", self.sample_numel, 1)
 
 
+@_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig:
     """Comparison of the copies of each weight replica."""
@@ -211,6 +241,7 @@ _USUAL_WEIGHT_ERROR: dict[float, float] = {2: 0.9, 3: 0.75}
 """Automatic thresholds below 4 bits (docs/reliability.md); otherwise they are 0.3 and 0.6."""
 
 
+@_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class AlertConfig:
     """Thresholds on the measured errors of quantization, per parameter group; None turns one off.
@@ -260,6 +291,7 @@ PRESETS = ("sdp4bit", "sdp4bit-w3g3.5", "sdp4bit-w2g3", "sdp4bit-w2g2")
 """Names for `SDP4BitConfig.preset`."""
 
 
+@_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class SDP4BitConfig:
     """Settings of quantized communication."""

@@ -53,6 +53,24 @@ def test_defaults_are_the_paper_method_with_dither_and_an_exact_own_part_between
     assert dataclasses.asdict(GradientConfig()) == GRADIENTS
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        (GradientConfig, "bits", "did you mean inter_bits or intra_bits?"),
+        (GradientConfig, "group_size", "did you mean inter_group_size or intra_group_size?"),
+        (WeightConfig, "inter_bits", "did you mean bits?"),
+        (TelemetryConfig, "every", "there are interval, sample_numel"),
+        (SDP4BitConfig, "gradient", "did you mean gradients?"),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_similar_ones(kind: type, name: str, hint: str) -> None:
+    with pytest.raises(TypeError) as error:
+        kind(**{name: 4})
+    assert str(error.value) == f"{kind.__name__} has no setting {name!r}: {hint}"
+    with pytest.raises(TypeError, match="positional argument"):
+        kind(4)
+
+
 @pytest.mark.parametrize("name", ["SDP4Bit", "tlqhs", ""])
 def test_unknown_preset_lists_all_names(name: str) -> None:
     with pytest.raises(ValueError, match="unknown preset") as error:

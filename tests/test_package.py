@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import sdp4bit
+from sdp4bit.config import TESTED_TORCH
 from tests import ROOT
 
 if sys.version_info >= (3, 11):
@@ -100,6 +101,15 @@ def test_installed_version_is_the_one_in_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" in project["dynamic"]
     assert importlib.metadata.version("sdp4bit") == sdp4bit.__version__
+
+
+def test_every_change_is_tested_on_the_newest_supported_torch() -> None:
+    newest = TESTED_TORCH.rpartition(" ")[2]
+    pins = (ROOT / f"constraints-torch-{newest}.txt").read_text().splitlines()
+    version = next(line for line in pins if line.startswith("torch=="))[len("torch==") :]
+    assert version.startswith(f"{newest}.")
+    assert f"make test-torch VERSION={version} " in (ROOT / ".ci/run").read_text()
+    assert f'torch: "{version}"' in (ROOT / ".github/workflows/ci.yml").read_text()
 
 
 @pytest.mark.slow

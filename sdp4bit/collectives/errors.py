@@ -95,12 +95,16 @@ def exchange_error(
     if peers is not None:
         others = sorted({members[peer] for peer in peers})
     seconds = time.monotonic() - start
-    return ExchangeError(
+    message = (
         f"{what}: rank {me} has waited {seconds:.1f} s for {ranks_in_words(others)} "
         f"({_reason(error)}). A rank has exited or hangs: look for the first error of the job, or for the "
-        "rank without an error. If ranks are only slow, pass a longer timeout to init_process_group",
-        seconds=seconds,
+        "rank without an error"
     )
+    timeout = group_timeout(group)
+    # An error long before the timeout is a lost connection.
+    if timeout is None or 2 * seconds >= timeout.total_seconds():
+        message += ". If ranks are only slow, pass a longer timeout to init_process_group"
+    return ExchangeError(message, seconds=seconds)
 
 
 def is_communication_failure(error: BaseException) -> bool:
@@ -130,7 +134,12 @@ def job_timeout() -> timedelta | None:
 
     torch.distributed.new_group would use the backend's default instead, which is half an hour for gloo.
     """
-    group = dist.group.WORLD
+    return group_timeout(None)
+
+
+def group_timeout(group: ProcessGroup | None) -> timedelta | None:
+    """Return the timeout of a process group (None: the default one); None if it is unknown."""
+    group = dist.group.WORLD if group is None else group
     try:
         options = group._get_backend(group._device_types[0]).options  # type: ignore[union-attr]
         timeout = options._timeout

@@ -524,8 +524,9 @@ class ReductionSlice:
             self._received,
             sent,
             level=hop.level,
-            # Concurrent reductions of several groups share process groups.
-            tag=(reduction.bucket << 16) + self._index,
+            # Concurrent reductions of several groups share process groups. gloo's tags are C ints, and groups
+            # 2**15 apart are not reduced at the same time.
+            tag=(reduction.bucket % (1 << 15) << 16) + self._index,
             overlaps=self._overlaps,
             what=f"quantized gradient reduce-scatter of {reduction.name}, all-to-all {PLACES[hop.level]}",
         )

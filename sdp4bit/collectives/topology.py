@@ -48,10 +48,15 @@ def mesh_row(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
     """Return the global ranks in a rank's row of an (inter, intra) mesh; None if the rank is not in it.
 
     Raises:
-        ValueError: the mesh is not 2-D.
+        ValueError: the mesh is not 2-D, or its dimensions are named in the other order.
     """
     if mesh.ndim != 2:
-        raise ValueError(f"topology: the mesh must be 2-D (inter, intra), but it has {mesh.ndim} dimensions")
+        found = f"{mesh.ndim} dimension{'s' if mesh.ndim > 1 else ''}"
+        raise ValueError(f"topology: the mesh must be 2-D (inter, intra), but it has {found}")
+    if mesh.mesh_dim_names == ("intra", "inter"):
+        raise ValueError(
+            "topology: the mesh is (intra, inter), but must be (inter, intra): a row is the ranks of a node"
+        )
     return next((tuple(row) for row in mesh.mesh.tolist() if rank in row), None)
 
 

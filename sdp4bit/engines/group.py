@@ -30,6 +30,7 @@ from sdp4bit.engines.measures import (
     gradient_squares,
     sample_of,
     sample_ranges,
+    squared_norms,
     weight_squares,
 )
 from sdp4bit.traffic import Traffic, TrafficCounter
@@ -86,8 +87,8 @@ class GroupStats(Measures):
     """Bytes sent inside the node in the last step."""
     inter_bytes: int
     """Bytes sent to other nodes in the last step."""
-    compression_ratio: float
-    """Bytes between nodes without sdp4bit over those with it."""
+    compression_ratio: float | None
+    """Bytes between nodes without sdp4bit over those with it; None before the first step."""
     weight_bits: float | None
     """Current bits; None for full precision."""
     gradient_bits: float | None
@@ -206,8 +207,8 @@ class GroupState(ABC):
         """Return the current squared norms of the group, fp64 [SQUARES]; sends nothing.
 
         Args:
-            sample_numel: size of the weight sample; the drift is then the one after the next refresh. None
-                measures the entire shard and the current drift.
+            sample_numel: size of the weight sample, taken at the end of a step. None measures the entire
+                shard.
         """
         numel = self.group.shard_numel
         unknown = torch.full((), math.nan, dtype=torch.float64, device=self.group.device)
@@ -227,10 +228,23 @@ class GroupState(ABC):
                     *sample,
                     replica=self.replica,
                     exact=self.refresh_is_full or self.replica.bits is None,
-                    refreshed=sample_numel is not None,
+                    refreshed=sample_numel is not None or self.awaits_refresh(),
                     numel=numel,
                 )
         return torch.stack([*gradient, *weights, nonfinite])
+
+    @abstractmethod
+    def awaits_refresh(self) -> bool:
+        """Return whether this rank knows of a change of the weights that has not been sent."""
+
+    def pending_squares(self) -> Tensor:
+        """Return |main - replica|^2 and |main|^2 of the change not sent yet, fp64 [2]; sends nothing."""
+        numel = self.group.shard_numel
+        sample = None if self.replica is None else self.sample_weights([(0, numel)], may_wait=True)
+        if sample is None or not sample[0].numel():
+            return torch.full((2,), math.nan, dtype=torch.float64, device=self.group.device)
+        main, held = sample
+        return torch.stack(squared_norms(held.float() if self.awaits_refresh() else main, main, numel=numel))
 
     def copies(self) -> Sequence[ReplicaCopy]:
         """Return this rank's copies of weights that other ranks hold too, for the audit."""

@@ -18,7 +18,14 @@ from sdp4bit.engines.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.engines.audit import audit_replicas
 from sdp4bit.engines.explain import render, wrapped
 from sdp4bit.engines.group import GroupState, GroupStats
-from sdp4bit.engines.measures import SQUARES, Measures, Telemetry, total_measures
+from sdp4bit.engines.measures import (
+    SQUARES,
+    Measurement,
+    Measures,
+    Telemetry,
+    total_error,
+    total_measures,
+)
 from sdp4bit.engines.time_steps import StepTimes, time_steps
 from sdp4bit.traffic import Traffic
 
@@ -29,7 +36,7 @@ class Stats(Measures):
     steps: int
     last_step: dict[str, int]
     total: dict[str, int]
-    compression_ratio: float
+    compression_ratio: float | None
     full_refreshes: int
     sampled_step: int | None
 
@@ -84,6 +91,13 @@ class ModelState:
         rows = [comm.squares(sample_numel=sample_numel) for comm in self.groups]
         return torch.stack(rows) if rows else torch.empty(0, SQUARES, dtype=torch.float64)
 
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def pending_squares(self) -> Tensor:
+        """Return the squares [groups, 2] of the changes not sent yet; see GroupState.pending_squares."""
+        rows = [comm.pending_squares() for comm in self.groups]
+        return torch.stack(rows).cpu() if rows else torch.empty(0, 2, dtype=torch.float64)
+
     @property
     def device(self) -> torch.device | None:
         """The device of the groups; None on a rank without any."""
@@ -132,6 +146,8 @@ class CommHandle(ABC):
         self._note = note
         self._alerts: Alerts | None = None
         self._removed = False
+        self._last_stats: tuple[Stats, list[GroupStats]] | None = None
+        """The statistics at the removal."""
         self._is_quantized = True
         if config.audit is not None:
             state.step_listeners.append(self._audit_if_due)
@@ -191,6 +207,8 @@ class CommHandle(ABC):
 
         After the first step it also mentions `time_steps`, because fewer bytes may not save time.
         """
+        if self._removed:
+            return "removed: the model communicates as without sdp4bit"
         if not self._is_quantized:
             return "inside full_precision(): the model communicates as without sdp4bit"
         state = self._state
@@ -201,11 +219,14 @@ class CommHandle(ABC):
     def stats(self) -> Stats:
         """Return the bytes that this rank sent and the error of quantization; cheap, never waits.
 
+        After `remove()` it returns the last values, as `group_stats()` and `alerts()` do.
+
         Returns:
             "steps": steps so far; on FSDP2, backward passes whose gradients were reduced.
             "last_step", "total": bytes this rank sent inside its node ("intra_bytes") and to other nodes
             ("inter_bytes"), the padding in both, and the number of collectives.
-            "compression_ratio": bytes between nodes without sdp4bit over those with it, in the last step.
+            "compression_ratio": bytes between nodes without sdp4bit over those with it, in the last step;
+            None before the first.
             "full_refreshes": refreshes in full precision after loads and large edits, summed over groups;
             the first one of a group does not count.
             "sampled_step": the last measured step, None before the first. Every `TelemetryConfig.interval`
@@ -216,14 +237,17 @@ class CommHandle(ABC):
             "nonfinite_groups": quantization groups of the gradients that reached this rank with a NaN or an
             infinity.
         """
+        if self._last_stats is not None:
+            return self._last_stats[0]
         state = self._state
         last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
         total = sum((counter.total for comm in state.groups for counter in comm.counters), Traffic())
+        steps = state.steps + int(state.step_pending)
         return {
-            "steps": state.steps + int(state.step_pending),
+            "steps": steps,
             "last_step": self._reported(last),
             "total": self._reported(total),
-            "compression_ratio": last.compression_ratio,
+            "compression_ratio": last.compression_ratio if steps else None,
             "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
             "sampled_step": state.telemetry.step,
             **total_measures(state.telemetry.squares),
@@ -237,25 +261,37 @@ class CommHandle(ABC):
 
         Returns:
             "name": of the group.
-            "intra_bytes", "inter_bytes", "compression_ratio": of the last step.
+            "intra_bytes", "inter_bytes", "compression_ratio": of the last step, as in `stats()`.
             "gradient_error", "weight_error", "weight_drift", "nonfinite_groups": of the last measured step,
             as in `stats()`.
             "weight_bits", "gradient_bits": current bits (of the last hop), None for full precision.
         """
+        if self._last_stats is not None:
+            return self._last_stats[1]
         state = self._state
         measured = state.telemetry.by_group()
-        return [comm.stats(state.last_traffic(comm), measured[comm.group.name]) for comm in state.groups]
+        found = [comm.stats(state.last_traffic(comm), measured[comm.group.name]) for comm in state.groups]
+        if not state.steps and not state.step_pending:
+            for each in found:
+                each["compression_ratio"] = None
+        return found
 
-    def measure(self) -> Measures:
+    def measure(self) -> Measurement:
         """Measure the error of quantization now, over entire shards; call it on all ranks.
 
         Waits for the device.
 
         Returns:
-            "weight_drift", "weight_error": of the current weights and replicas, as in `stats()`.
+            "weight_drift", "weight_error": of the current weights and replicas, as in `stats()`. Between a
+            step and the next forward, the drift is the one that the forward will leave.
+            "pending": |main - replica| / |main|, the size of a step that was not sent; 0 after the forward.
             "gradient_error", "nonfinite_groups": of the gradients that were sampled last.
         """
-        return total_measures(self._state.measure())
+        self._check_attached()
+        return {
+            **total_measures(self._state.measure()),
+            "pending": total_error(self._state.pending_squares()),
+        }
 
     def time_steps(self, step: Callable[[], object], *, repeats: int = 10) -> StepTimes:
         """Measure training steps with and without quantization, on this model, network and data.
@@ -344,7 +380,9 @@ class CommHandle(ABC):
 
         Raises:
             ValueError: the configuration has no alerts.
+            RuntimeError: the handle has been removed.
         """
+        self._check_attached()
         if self._alerts is None:
             raise ValueError("alerts are off: attach with SDP4BitConfig(alerts=AlertConfig(...))")
         return self._alerts.listen(callback)
@@ -382,4 +420,16 @@ class CommHandle(ABC):
 
     def _check_attached(self) -> None:
         if self._removed:
-            raise RuntimeError("this handle has been removed from its model and no longer has a state")
+            raise RuntimeError(
+                "this handle has been removed from its model: only stats(), group_stats(), alerts() and "
+                "explain() still answer"
+            )
+
+    def _end(self) -> None:
+        """Drop all references to the model; keep the last statistics."""
+        if not self._removed:
+            self._last_stats = self.stats(), self.group_stats()
+        if self._alerts is not None:
+            self._alerts.detach()
+        self._state.detach()
+        self._removed = True

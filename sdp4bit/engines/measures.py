@@ -37,6 +37,13 @@ class Measures(TypedDict):
     """Quantization groups of the gradient that reached this rank with a NaN or an infinity."""
 
 
+class Measurement(Measures):
+    """Errors of quantization now; see `CommHandle.measure`."""
+
+    pending: float | None
+    """|main - replica| / |main| if the next refresh sends a change of the weights, else 0."""
+
+
 MEASURES = tuple(Measures.__annotations__)
 """Names of the measures, in the order of the columns of `Telemetry.measures`."""
 SQUARES = 7
@@ -178,12 +185,15 @@ def total_measures(squares: Tensor | None) -> Measures:
     """Return the measures over all groups [groups, SQUARES]; groups with non-finite errors are excluded."""
     if squares is None or not len(squares):
         return _named([None] * len(MEASURES))
-    errors: list[float | None] = []
-    for column in (0, 2, 4):
-        pair = squares[:, column : column + 2]
-        error, norm = pair[pair.isfinite().all(dim=1)].sum(dim=0).tolist()
-        errors.append(((error / norm) ** 0.5 if norm else 0.0) if pair.isfinite().all(dim=1).any() else None)
+    errors = [total_error(squares[:, column : column + 2]) for column in (0, 2, 4)]
     return _named([*errors, squares[:, 6].nansum().item()])
+
+
+def total_error(squares: Tensor) -> float | None:
+    """Return the relative error over all groups of squares [groups, 2] (error, norm) that are finite."""
+    finite = squares[squares.isfinite().all(dim=1)]
+    error, norm = finite.sum(dim=0).tolist()
+    return ((error / norm) ** 0.5 if norm else 0.0) if len(finite) else None
 
 
 def _named(row: Sequence[float | None]) -> Measures:

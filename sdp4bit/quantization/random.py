@@ -67,16 +67,18 @@ def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
     """Return the 64-bit stream number of a quantization; distinct arguments give distinct streams.
 
     Fields have 32, 12, 2 and 18 bits. Buckets from 4096 on use the top bits of the step's field. Up to
-    4096 * 2**k buckets therefore have distinct streams for 2**(32 - k) steps.
+    4096 * 2**k buckets therefore have distinct streams for 2**(32 - k) steps, and repeat them afterwards.
 
     Raises:
-        ValueError: an argument does not fit its field.
+        ValueError: `step` is negative, or another argument does not fit its field.
     """
     # Page k begins at bit-reversed k, so the steps of any number of pages are as far apart as possible.
     page, in_page = bucket >> BUCKET_BITS, bucket % (1 << BUCKET_BITS)
-    step_bits = STEP_BITS - page.bit_length()
+    if step < 0:
+        raise ValueError(f"step={step} must be at least 0")
+    # A long job has more steps than the field: a row of 768 sections ends it after 5.6 million reductions.
+    step %= 1 << STEP_BITS - page.bit_length()
     fields = (
-        ("step", step, step_bits),
         ("bucket", bucket, MAX_BUCKETS.bit_length() - 1),
         ("stage", int(stage), STAGE_BITS),
         ("rank", rank, RANK_BITS),

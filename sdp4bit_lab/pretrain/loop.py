@@ -114,7 +114,7 @@ class TrainingLoop:
             step_seconds=seconds,
             intra_bytes=round(intra_bytes),
             inter_bytes=round(inter_bytes),
-            compression_ratio=stats["compression_ratio"],
+            compression_ratio=stats["compression_ratio"] or 1.0,  # None without parameters of this rank
             weight_drift=stats["weight_drift"],
             gradient_error=stats["gradient_error"],
         )

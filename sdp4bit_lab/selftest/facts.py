@@ -47,15 +47,18 @@ def check_facts(context: Context) -> dict[str, Any]:
     }
     ranks = gather_over_ranks(facts, what="facts about the ranks")
     warnings = list(warnings_of(ranks))
+    # Torch 2.15 has two back ends for the name "nccl".
+    backend, backend_class = dist.get_backend(), type(dist.group.WORLD._get_backend(device)).__name__  # type: ignore[union-attr]
     hosts = len({rank["host"] for rank in ranks})
     context.say(
         f"      {len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}, "
         f"{facts['device']}\n"
-        f"      torch {facts['versions']['torch']}, backend {dist.get_backend()}, kernels {facts['kernels']}"
+        f"      torch {facts['versions']['torch']}, backend {backend} ({backend_class}), "
+        f"kernels {facts['kernels']}"
     )
     for warning in warnings:
         context.say(f"      warning: {warning}")
-    return {"backend": dist.get_backend(), "ranks": ranks, "warnings": warnings}
+    return {"backend": backend, "backend_class": backend_class, "ranks": ranks, "warnings": warnings}
 
 
 def warnings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -93,6 +93,9 @@ class SimulatedGroupState(GroupState):
         held = self.group.rows.row(self._held, rank=0)
         return self.group.sample_main(ranges), sample_of(held, ranges)
 
+    def awaits_refresh(self) -> bool:
+        return self.is_changed or self.resync_wanted
+
     def is_reduced_quantized(self, *, steps: int) -> bool:
         """Return whether a reduction after this many steps is quantized."""
         config = self.gradient_config
@@ -386,7 +389,4 @@ class SimulatedCommHandle(CommHandle):
         """Free the memory of messages and gradients."""
         self._scratch = Scratch()
         self._reduced.clear()
-        if self._alerts is not None:
-            self._alerts.detach()
-        self._state.detach()
-        self._removed = True
+        self._end()

@@ -87,13 +87,14 @@ def test_the_ranks_that_are_left_name_the_exchange_and_the_rank(preset: str, han
         run_ranks(_train, 4, preset, hangs, timeout=60)
     reports = sections(str(failure.value))
     message = re.compile(
-        rf"sdp4bit\S*ExchangeError: {NAMES[preset]}: rank (\d) has waited [\d.]+ s for ranks? [\d, ]+ \(.*"
-        r"pass a longer timeout to init_process_group$",
+        rf"sdp4bit\S*ExchangeError: {NAMES[preset]}: rank (\d) has waited (?P<seconds>[\d.]+) s for "
+        r"ranks? [\d, ]+ \(.* or for the rank without an error(?P<advice>.*pass a longer timeout.*)?$",
         flags=re.M,
     )
     for rank in (0, 1, 2):
         found = message.search(reports[rank])
         assert found, reports[rank]
+        assert bool(found["advice"]) == (float(found["seconds"]) >= WAITS[hangs] / 2)
     if hangs:
         assert f"Timed out waiting {WAITS[hangs] * 1000}ms" in "".join(reports.values())
 
@@ -177,6 +178,7 @@ def test_only_errors_of_the_communication_are_renamed() -> None:
                 )
             )
         assert "(Connection closed by peer [::1]:5)" in str(error.value)
+        assert str(error.value).endswith("or for the rank without an error")
         assert isinstance(error.value.__cause__, RuntimeError)
         for mine in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes differ")):
             with pytest.raises(type(mine)) as kept:
@@ -187,6 +189,9 @@ def test_only_errors_of_the_communication_are_renamed() -> None:
         start = time.monotonic()
         named = exchange_error(RuntimeError(""), what="x", group=None, start=start, peers=[0, 0])
         assert "for rank 0 (RuntimeError)" in str(named)
+        # The timeout of these process groups is half an hour.
+        named = exchange_error(RuntimeError(""), what="x", group=None, start=start - 900)
+        assert str(named).endswith("If ranks are only slow, pass a longer timeout to init_process_group")
     assert is_communication_failure(RuntimeError("Timed out waiting 5ms for recv operation to complete"))
     assert not is_communication_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     for text, is_lost in (

@@ -258,7 +258,7 @@ def test_a_mesh_is_read_row_by_row() -> None:
     assert [mesh_row(mesh, rank) for rank in range(5)] == [*ROWS, None]
     for wrong in (mesh["intra"], init_device_mesh("cpu", (2, 2, 1))):
         with pytest.raises(
-            ValueError, match=rf"must be 2-D \(inter, intra\), but it has {wrong.ndim} dimensions"
+            ValueError, match=rf"must be 2-D \(inter, intra\), but it has {wrong.ndim} dimension"
         ):
             mesh_row(wrong, 0)
     assert host_name() == socket.gethostname()

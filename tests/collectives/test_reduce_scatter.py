@@ -17,6 +17,7 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.quantization.random import MAX_BUCKETS
 from sdp4bit.traffic import Traffic, TrafficCounter
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica, simulated_layout
 from tests.ranks import on_ranks, run_ranks
@@ -106,6 +107,18 @@ def reduce_special_values() -> None:
 
 def test_values_that_are_not_finite_come_out_not_finite() -> None:
     run_ranks(reduce_special_values, 4)
+
+
+@on_ranks(2)
+def test_the_last_group_and_a_late_step_are_reduced() -> None:
+    """gloo's tags are C ints, and a group's last step is followed by its first."""
+    rows = torch.randn(2 * 640, generator=torch.Generator().manual_seed(dist.get_rank()))
+    results = []
+    for bucket, call in ((MAX_BUCKETS - 1, 5), (MAX_BUCKETS - 1, 5 + (1 << 32)), (MAX_BUCKETS - 2, 5)):
+        _, reduce_scatter, _ = make(2, 1, GradientConfig(), bucket=bucket)
+        results.append(torch.empty(640))
+        reduce_scatter(results[-1], rows, call=call)
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
 @on_ranks(2)

@@ -188,14 +188,14 @@ class DDPCommState:
             "last_step", "total": bytes this rank sent inside its node ("intra_bytes") and to other nodes
             ("inter_bytes"), the padding in both, and the number of collectives.
             "compression_ratio": bytes of plain DDP over bytes sent in the last step, between nodes (inside
-            the node if there is only one).
+            the node if there is only one); None before the first step.
         """
         last = self._traffic.last_step
         return {
             "steps": self.steps,
             "last_step": last.as_dict(),
             "total": self._traffic.total.as_dict(),
-            "compression_ratio": last.compression_ratio,
+            "compression_ratio": last.compression_ratio if self.steps else None,
         }
 
     def explain(self) -> str:

@@ -29,6 +29,7 @@ from sdp4bit.engines.fsdp2.checks import (
     PARTIAL_GRADIENTS,
     check_group,
     check_staging,
+    local_roots,
     match_skipped,
     skip_patterns,
     unquantizable_weights_reason,
@@ -96,7 +97,7 @@ def quantize_communication(
     try:
         check_torch_version()
         settings = as_config(config)
-        roots = [model] if isinstance(model, nn.Module) else list(model)
+        roots = local_roots(model)
         groups = find_groups(roots)
         patterns = skip_patterns(skip)
         skipped, unmatched = match_skipped(groups, skip if callable(skip) else patterns)
@@ -281,6 +282,7 @@ class FSDPCommHandle(CommHandle):
 
         Its changes are then sent as differences of any size. Without this call they are detected as edits.
         """
+        self._check_attached()
         self._state.steps_seen.note_step()
 
     def resync(self) -> None:
@@ -289,6 +291,7 @@ class FSDPCommHandle(CommHandle):
         Most weight edits are detected automatically (docs/fsdp2.md, "Weight edits that are detected"). Call
         it if weights are replaced between an optimizer step and the next forward, in training mode.
         """
+        self._check_attached()
         self._state.request_resync()
 
     def _check_switch(self) -> None:
@@ -384,7 +387,4 @@ class FSDPCommHandle(CommHandle):
                 dist.destroy_process_group(group)
         self._state.decision_groups = {}
         self._hooks, self._previous, self._topologies = [], [], []
-        if self._alerts is not None:
-            self._alerts.detach()
-        self._state.detach()
-        self._removed = True
+        self._end()

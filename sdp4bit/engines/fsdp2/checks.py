@@ -7,18 +7,65 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import Layouts
 from sdp4bit.engines.explain import OFF, ONE_RANK, one_node_note, one_node_reason
-from sdp4bit.engines.fsdp2.groups import FSDPGroup
+from sdp4bit.engines.fsdp2.groups import FSDPGroup, named_fsdp_modules
 from sdp4bit.quantization.checks import VALUE_DTYPES
 
 PARTIAL_GRADIENTS = (
     "holds gradients that FSDP2 has not all-reduced over replicas: finish the accumulation (a backward with "
     "set_requires_all_reduce(True)), or discard them with model.reset_iter_state(),"
 )
+_OTHER_ENGINES = {
+    "torch.distributed.fsdp.fully_sharded_data_parallel": (
+        "Shard with FSDP2 instead, torch.distributed.fsdp.fully_shard (fsdp_version: 2 in Accelerate)"
+    ),
+    "torch.nn.parallel.distributed": (
+        "Register sdp4bit.ddp_comm_hook with it, which quantizes gradients (docs/ddp.md)"
+    ),
+    "deepspeed.": "sdp4bit does not support DeepSpeed: train with FSDP2, DDP or Megatron-Core",
+    "megatron_fsdp.": "sdp4bit does not support Megatron-FSDP: shard with fully_shard of PyTorch",
+    "megatron.core.distributed.fsdp.": (
+        "sdp4bit does not support Megatron-FSDP: use Megatron-Core's distributed optimizer (docs/megatron.md)"
+    ),
+    "megatron.core.distributed.": "Call sdp4bit.megatron.quantize_communication (docs/megatron.md)",
+}
+"""Ways out for models that another engine wraps, by the beginning of its module's name, first match."""
+
+
+def local_roots(model: object) -> list[nn.Module]:
+    """Return the roots among the arguments of `quantize_communication`.
+
+    Raises:
+        TypeError: not a module or a sequence of modules.
+        ValueError: a root has no FSDP2 modules.
+    """
+    roots = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(roots, Sequence) or not all(isinstance(root, nn.Module) for root in roots):
+        found = type(model).__name__ if model is not None else None
+        raise TypeError(f"model={found}: pass the root of fully_shard, or a list of local roots")
+    for root in roots:
+        if not any(named_fsdp_modules(root)):
+            raise ValueError(_unsharded_reason(root))
+    return list(roots)
+
+
+def _unsharded_reason(root: nn.Module) -> str:
+    for module in root.modules():
+        for cls in type(module).__mro__:
+            for prefix, way_out in _OTHER_ENGINES.items():
+                if f"{cls.__module__}.".startswith(prefix):
+                    name = f"{cls.__module__}.{cls.__qualname__}"
+                    return f"{name} communicates for this model, not FSDP2. {way_out}"
+    return (
+        f"{type(root).__name__} has no FSDP2 modules: call torch.distributed.fsdp.fully_shard on its "
+        "blocks and on itself before sdp4bit.quantize_communication. For DistributedDataParallel and "
+        "replicate() use sdp4bit.ddp_comm_hook"
+    )
 
 
 def skip_patterns(skip: Collection[str] | Callable[[str], bool] | None) -> list[str]:

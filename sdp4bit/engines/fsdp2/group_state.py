@@ -197,7 +197,9 @@ class FSDPGroupState(GroupState):
         self.state, self.seen, self.loaded_shard = refresh.state, Seen(), None
         self.nonfinite = HostCopy(self.replica.nonfinite)
         before, is_full = self.refreshed_from, refresh.is_full
-        self.full_in_a_row = self.full_in_a_row + 1 if is_full and before is not None else 0
+        # An evaluation may have swapped averages in, and the next forward in training has them out again.
+        counts = is_full and before is not None and self.group.module.training
+        self.full_in_a_row = self.full_in_a_row + 1 if counts else 0
         if is_full:
             self.count_full_refresh()
         with torch.inference_mode(False):
@@ -229,6 +231,9 @@ class FSDPGroupState(GroupState):
         if self.group.value_ranges is not None:
             ranges = common_ranges(ranges, self.group.value_ranges)
         return (self.group.sample_main(ranges), sample_of(replica.own_shard, ranges)) if ranges else None
+
+    def awaits_refresh(self) -> bool:
+        return self.seen.has_stepped or self.seen.was_loaded or self.state is not State.CURRENT
 
     def copies(self) -> Sequence[ReplicaCopy]:
         """See GroupState; with HSDP also a checksum of the main shard, which must equal other replicas'."""

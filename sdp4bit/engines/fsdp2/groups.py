@@ -537,21 +537,14 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
     """Return the parameter groups of the models, in the order of `named_modules`.
 
     Raises:
-        ValueError: a model has no FSDP2 modules or no parameters.
+        ValueError: the FSDP2 modules of the models have no parameters.
     """
     groups: list[FSDPGroup] = []
     seen: set[int] = set()
     for part, root in enumerate(roots):
         prefix = f"part{part}." if len(roots) > 1 else ""
         module_names = {id(m): prefix + name for name, m in root.named_modules()}
-        fsdp_modules = list(named_fsdp_modules(root))
-        if not fsdp_modules:
-            raise ValueError(
-                f"{type(root).__name__} has no FSDP2 modules: call torch.distributed.fsdp.fully_shard on its "
-                "blocks and on itself before sdp4bit.quantize_communication. For DistributedDataParallel and "
-                "replicate() use sdp4bit.ddp_comm_hook"
-            )
-        for name, module in fsdp_modules:
+        for name, module in named_fsdp_modules(root):
             own = param_groups_of(cast(Module, module))
             for group in own:
                 # fully_shard([a, b]) creates one group for several modules.

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 
 
+_dropped: list[RemovableHandle] = []
+"""Hooks of models that were freed while attached."""
+
+
 def in_backward() -> bool:
     """Return whether autograd is running on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -30,6 +34,8 @@ class StepObserver:
     def __init__(self, model: FSDPModelState) -> None:
         self._model = weakref.proxy(model)
         self._segments: dict[int, ParamSegment] = {}
+        # Optimizers of other models, by id, with the ids of their parameters.
+        self._foreign: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = {}
         self._stepping_in = -1
         # If nothing is sent: ids of the parameters stepped since the last step boundary.
         self._stepped: set[int] = set()
@@ -37,15 +43,21 @@ class StepObserver:
 
     def watch_optimizers(self) -> RemovableHandle:
         """Watch the steps of every torch optimizer; the hook does not keep the model alive."""
+        # Removed here and not by the finalizer below: a garbage collection may come while an optimizer
+        # iterates over its hooks.
+        while _dropped:
+            _dropped.pop().remove()
         reference = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             observer = reference()
             if observer is not None and not observer._only_creates_state(optimizer):
-                observer.note_step(p for group in optimizer.param_groups for p in group["params"])
+                observer.note_step(optimizer)
 
         # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
-        return register_optimizer_step_post_hook(torch.compiler.disable(after_step))
+        hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
+        weakref.finalize(self, _dropped.append, hook)
+        return hook
 
     def _only_creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step cannot change weights: no reduced gradients and a learning rate of zero."""
@@ -55,15 +67,17 @@ class StepObserver:
         on_host = [float(r) for r in rates if isinstance(r, float | int | Tensor) and not _on_device(r)]
         return not self.is_reduced and on_host == [0.0] * len(rates)
 
-    def note_step(self, params: Iterable[object] | None = None) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Record an optimizer step if it includes a parameter of the model (None: reported by the user)."""
-        params = None if params is None else list(params)
-        if params is not None and not self._holds_any(params):
-            return
+        params = None
+        if optimizer is not None:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if self._is_foreign(optimizer, params):
+                return
         if not self._model.counts_reductions:
             self._count_step(params)
         self.is_reduced = False
-        after_step = partial(self._model.after_step, by_hand=params is None)
+        after_step = partial(self._model.after_step, by_hand=optimizer is None)
         if not in_backward():
             after_step()
         elif self._stepping_in != torch._C._current_graph_task_id():
@@ -85,12 +99,28 @@ class StepObserver:
         self._stepped |= stepped
         self._model.step_pending = True
 
+    def _is_foreign(self, optimizer: torch.optim.Optimizer, params: Sequence[object]) -> bool:
+        """Return whether an optimizer holds no parameter of the model."""
+        # Remembered, because looking for new parameters of the model takes longer than a step over one
+        # parameter. By their ids, because optimizers may be given other parameters later.
+        ids = [*map(id, params)]
+        reference, known = self._foreign.get(id(optimizer), (None, None))
+        if reference is not None and reference() is optimizer and known == ids:
+            return True
+        if self._holds_any(params):
+            return False
+        self._foreign[id(optimizer)] = weakref.ref(optimizer), ids
+        return True
+
     def _holds_any(self, params: Sequence[object]) -> bool:
         # A table, because optimizers in backward call this for every parameter. FSDP2 may have replaced
         # parameters since it was made.
         if not any(map(self._is_ours, params)):
-            self._segments = {id(s.sharded): s for comm in self._model.groups for s in comm.group.segments}
+            self._segments = self._table()
         return any(map(self._is_ours, params))
+
+    def _table(self) -> dict[int, ParamSegment]:
+        return {id(s.sharded): s for comm in self._model.groups for s in comm.group.segments}
 
     def _is_ours(self, param: object) -> bool:
         segment = self._segments.get(id(param))

@@ -28,7 +28,7 @@ from sdp4bit.engines.fsdp2.groups import reduce_over_copies
 from sdp4bit.engines.fsdp2.observers import StateDictAliases, StepObserver
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.group import SMALL_EDIT, is_large_change
-from sdp4bit.engines.handle import ModelState
+from sdp4bit.engines.handle import ModelState, logger
 
 if TYPE_CHECKING:
     from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
@@ -156,6 +156,7 @@ class FSDPModelState(ModelState):
         self._is_reduced = False
         self._has_gradients = True
         self._warned: set[str] = set()
+        self._has_logged = False  # a load of weights without the state
 
     @cached_property
     def unshard_stream(self) -> SideStream:
@@ -265,6 +266,7 @@ class FSDPModelState(ModelState):
             # Recorded per group because take_loads reports each load once.
             for comm in comms:
                 comm.seen.was_loaded = True
+        self._log_stateless_load(comms)
         # Whether ranks communicate here depends on facts that are equal on all of them: which groups have a
         # replica, and whether gradients were reduced.
         asked: dict[tuple[int, ...], list[FSDPGroupState]] = {}
@@ -315,6 +317,18 @@ class FSDPModelState(ModelState):
         if changed and self._is_reduced:
             self._end_step()
             self.measure_step()
+
+    def _log_stateless_load(self, comms: Sequence[FSDPGroupState]) -> None:
+        """Log once, on rank 0, if training starts with loaded weights but without the state of a handle."""
+        loaded = (
+            c.seen.was_loaded and c.replica is not None and c.state not in FROM_CHECKPOINT for c in comms
+        )
+        if not self.steps and not self._has_logged and dist.get_rank() == 0 and any(loaded):
+            self._has_logged = True
+            logger.warning(
+                "sdp4bit: weights were loaded without this handle's state, so replicas start from the loaded "
+                "weights. If this resumes a run, it is not bit-exact: save the handle with the model"
+            )
 
     def _reduced_flags(
         self, comms: Sequence[FSDPGroupState], *, changed: bool, over: FSDPGroupState
@@ -383,14 +397,15 @@ class FSDPModelState(ModelState):
         return flags
 
     def warn_of_full_refreshes(self, comm: FSDPGroupState) -> None:
-        """Warn once if weights are repeatedly sent in full precision."""
-        if comm.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
+        """Warn once, on the first rank, if training repeatedly sends weights in full precision."""
+        if comm.full_in_a_row == FULL_REFRESHES_IN_A_ROW and comm.layout.ranks[0] == dist.get_rank():
             self.warn_once(
                 f"sdp4bit: weights ({comm.group.name} first) were sent in full precision "
                 f"{FULL_REFRESHES_IN_A_ROW} times in a row: they were loaded, held NaN or infinity, or were "
                 f"edited by more than 1/{round(1 / SMALL_EDIT)} of their norm without an optimizer step. If "
                 "an optimizer makes these edits, call comm.mark_step() after each to send "
-                "differences; comm.explain() counts full refreshes per group"
+                "differences. If averages (EMA) are swapped in, call model.eval() before you evaluate them. "
+                "comm.explain() counts full refreshes per group"
             )
 
     def warn_once(self, message: str) -> None:

@@ -160,6 +160,9 @@ class BucketState(GroupState):
             return None
         return self.replica.sample(ranges)
 
+    def awaits_refresh(self) -> bool:
+        return self.is_changed
+
     def copies(self) -> Sequence[ReplicaCopy]:
         if self.replica is None:
             return []

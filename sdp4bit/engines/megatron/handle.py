@@ -171,6 +171,7 @@ class MegatronCommHandle(CommHandle):
 
     def mark_step(self) -> None:
         """Report a change of the main weights outside optimizer.step(); the next parameter sync sends it."""
+        self._check_attached()
         for patch in self._optimizers:
             patch.mark_changed()
         for group in self._groups:
@@ -178,6 +179,7 @@ class MegatronCommHandle(CommHandle):
 
     def resync(self) -> None:
         """Refresh the replicas in full precision; call it on all ranks."""
+        self._check_attached()
         self._finish_pending()
         for comm in self._state.groups:
             if comm.replica is not None:
@@ -238,11 +240,8 @@ class MegatronCommHandle(CommHandle):
         self._copies.remove()
         for topology in self._topologies:
             destroy_topology(topology)
-        if self._alerts is not None:
-            self._alerts.detach()
-        self._state.detach()
+        self._end()
         self._groups, self._optimizers, self._topologies = [], [], []
-        self._removed = True
 
 
 def _alerts(

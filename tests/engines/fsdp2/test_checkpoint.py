@@ -6,7 +6,9 @@ other layouts in the same ones, with new models.
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit.engines.fsdp2.refresh import State
 from sdp4bit.quantization.checksum import checksum
-from tests import toy
+from tests import ROOT, toy
 from tests.ranks import on_ranks, run_ranks
 
 NODE = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
@@ -107,6 +109,16 @@ def expect_warnings(*beginnings: str) -> Iterator[None]:
         assert text.startswith(f"sdp4bit: {beginning}"), text
 
 
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Yield the warnings that the library logs meanwhile."""
+    handler, lines = logging.Handler(logging.WARNING), []
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sdp4bit").addHandler(handler)
+    yield lines
+    logging.getLogger("sdp4bit").removeHandler(handler)
+
+
 FOREIGN = (
     "the loaded communication state was not saved with these weights, by these ranks and with this layout"
 )
@@ -142,7 +154,7 @@ def resume(folder: str, config: SDP4BitConfig, exact: list[tuple[list[float], li
     """Losses, weights, replicas and counters are those of the run that was not interrupted."""
     losses, bits = exact[dist.get_rank()]
     start = partial(Job, topology=dist.get_world_size() // 2, at=BEFORE)
-    with expect_warnings():
+    with expect_warnings(), logged() as lines:
         job = start(config).load(f"{folder}/after-step", comm="before")
         assert job.train(len(losses)) == losses
         assert job.bits() == bits
@@ -150,8 +162,14 @@ def resume(folder: str, config: SDP4BitConfig, exact: list[tuple[list[float], li
         placement = "node" if config.weights.replica == "full" else "full"
         other = replace(config, weights=replace(config.weights, replica=placement))
         assert start(other).load(f"{folder}/after-eval", comm="after").train(2) == losses[:2]
+        assert lines == []
         # Without the communication's state the replica starts from the weights: other losses, but close.
-        without = start(config).load(f"{folder}/after-step", comm="not").train(2)
+        job = start(config).load(f"{folder}/after-step", comm="not")
+        with logged() as lines:
+            without = job.train(2)
+        assert [line.startswith("sdp4bit: weights were loaded without") for line in lines] == [True] * (
+            dist.get_rank() == 0
+        )
     assert without != losses[:2]
     assert max(abs(a - b) for a, b in zip(without, losses, strict=False)) < 0.05
 
@@ -302,12 +320,34 @@ def test_loads_that_bypass_the_handle_lead_to_a_refresh_in_full_precision(tmp_pa
         "in place": lambda m: load_in_place(m, str(tmp_path)),
     }
     job = Job(NODE, topology=1)
-    with expect_warnings("weights ("):  # once, for three loads in a row
+    # Once, for three loads in a row, on one rank.
+    with expect_warnings(*["weights ("] * (dist.get_rank() == 0)):
         for name, load in loads.items():
             job.train(1)
             with torch.no_grad():
                 load(job.model)
                 assert_refreshed_in_full(job, name)
+
+
+@on_ranks(2, timeout=LIMIT)
+def test_a_checkpoint_without_the_state_is_loaded_by_the_documented_lines(tmp_path: Path) -> None:
+    page = (ROOT / "docs/fsdp2.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```python\n(from torch[^`]*dcp.load[^`]*)```", page)
+    folders = [str(tmp_path / name) for name in ("with", "without")]
+    job = Job(NODE, topology=1)
+    job.train(1)
+    weights = weights_of(job)
+    for folder, parts in zip(folders, ({"comm": job.comm}, {}), strict=True):
+        model, optimizer = get_state_dict(job.model, job.optimizer)
+        dcp.save({"model": model, "optim": optimizer, **parts}, checkpoint_id=folder)
+    for folder, state in zip(folders, (State.LOADED_STEPPED, State.NEVER), strict=True):
+        resumed = Job(NODE, topology=1)
+        model, optimizer = get_state_dict(resumed.model, resumed.optimizer)
+        names = {"model_state": model, "optimizer_state": optimizer, "comm": resumed.comm, "path": folder}
+        exec(recipe, {"dcp": dcp, **names})
+        set_state_dict(resumed.model, resumed.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        assert weights_of(resumed) == weights
+        assert {comm.state for comm in resumed.comm.groups} == {state}
 
 
 # -- what is saved ------------------------------------------------------------------------------------

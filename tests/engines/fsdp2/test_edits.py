@@ -183,6 +183,26 @@ def test_evaluation_right_after_a_step_uses_the_averages_that_were_put_in() -> N
         run.comm.mark_step()
 
 
+@on_ranks(2)
+def test_evaluations_of_averages_cause_no_warning() -> None:
+    run = Run(build(), QUANTIZED, topology=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            run.train(1)
+            run.model.eval()
+            for factor in (0.5, 2.0):
+                with torch.no_grad():
+                    for param in run.model.parameters():
+                        param.data.mul_(factor)
+                if factor < 1:
+                    run.evaluate()
+                    run.model.reshard()
+            run.model.train()
+    # In and out of each evaluation but the last, which is still in.
+    assert run.comm.stats()["full_refreshes"] == 4 * 7
+
+
 def poisoned(config: SDP4BitConfig | None, *, by_overflow: bool) -> list[float]:
     """A loop steps with weights that are not finite when they are gathered, rewinds, and goes on."""
     policy = MixedPrecisionPolicy(

@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate, replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
@@ -43,20 +49,21 @@ class Holder(nn.Module):
         return sum((x * p.float().sum() for p in self.held), torch.zeros(()))
 
 
-def footprint(model: nn.Module) -> list[Any]:
+def footprint(model: object) -> list[Any]:
     """What attaching changes: communication objects, hooks on modules, global hooks, process groups."""
-    fsdp = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    fsdp = [m for m in modules if isinstance(m, FSDPModule)]
     groups = [group for m in fsdp for group in param_groups_of(m)]
     return [
         [(g._all_gather_comm, g._reduce_scatter_comm, g.force_sum_reduction_for_comms) for g in groups],
-        [[*m._load_state_dict_post_hooks, *m._state_dict_hooks] for m in model.modules()],
+        [[*m._load_state_dict_post_hooks, *m._state_dict_hooks] for m in modules],
         list(optimizers._global_optimizer_post_hooks),
         sorted(group.group_name for group in dist.distributed_c10d._world.pg_map),
     ]
 
 
 def refuse(
-    model: nn.Module, *parts: str, error: type[Exception] = ValueError, without: str = "\0", **options: Any
+    model: Any, *parts: str, error: type[Exception] = ValueError, without: str = "\0", **options: Any
 ) -> None:
     """Every rank refuses with the same text, which holds all the parts, printed once; nothing has changed."""
     before = footprint(model)
@@ -105,6 +112,9 @@ def held(*tensors: torch.Tensor, policy: MixedPrecisionPolicy | None = None, **o
 def test_models_that_cannot_be_quantized_are_refused() -> None:
     refuse(nn.Linear(4, 4), "Linear has no FSDP2 modules: call torch.distributed.fsdp.fully_shard")
     refuse(fully_shard(nn.Sequential(nn.ReLU())), "hold no parameters")
+    way_out = "pass the root of fully_shard, or a list of local roots"
+    for given, named in ((None, "model=None: "), ([None], "model=list: "), ("gpt", "model=str: ")):
+        refuse(given, named + way_out, error=TypeError)
     waves = held(torch.ones(40, 40, dtype=torch.complex64))
     refuse(waves, "holds torch.complex64 parameters", "skip=['(root)']", topology=1)
 
@@ -119,6 +129,33 @@ def test_models_that_cannot_be_quantized_are_refused() -> None:
     summed = held(torch.ones(40, 40), policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
     refuse(summed, "reduces gradients in torch.float64", "reduce_dtype=torch.float32", topology=1)
     accept(summed, config=WEIGHTS_ONLY, topology=1)
+
+
+def stand_in(module: str, name: str) -> nn.Module:
+    """Wrap a model in a class that only has the name of another engine's."""
+    return type(name, (nn.Sequential,), {"__module__": module})(nn.Linear(8, 8))
+
+
+@on_ranks(2, timeout=LIMIT)
+def test_models_of_other_engines_are_refused_with_their_class_and_the_way_out() -> None:
+    fsdp1 = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    refuse(
+        fsdp1, "fully_sharded_data_parallel.FullyShardedDataParallel communicates", "fully_shard (fsdp_ver"
+    )
+    refuse(nn.Sequential(fsdp1), "FullyShardedDataParallel communicates")
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    refuse(ddp, "distributed.DistributedDataParallel communicates", "Register sdp4bit.ddp_comm_hook")
+    for module, name, way_out in (
+        ("deepspeed.runtime.engine", "DeepSpeedEngine", "does not support DeepSpeed: train with"),
+        ("megatron_fsdp.megatron_fsdp", "MegatronFSDP", "shard with fully_shard of PyTorch"),
+        ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel", "optimizer"),
+        (
+            "megatron.core.distributed.distributed_data_parallel",
+            "DistributedDataParallel",
+            "sdp4bit.megatron",
+        ),
+    ):
+        refuse(stand_in(module, name), f"{module}.{name} communicates for this model", way_out)
 
 
 @on_ranks(2, timeout=LIMIT)
@@ -193,7 +230,9 @@ def test_topologies_that_do_not_fit_are_refused() -> None:
     refuse(model, "topology=0 ranks per node", topology=0)
     for wrong in (True, "banana", 2.0, None):
         refuse(model, f"topology={wrong!r} is unknown", topology=wrong)
-    refuse(model, "must be 2-D (inter, intra), but it has 1 dimensions", topology=grid["intra"])
+    refuse(model, "must be 2-D (inter, intra), but it has 1 dimension [", topology=grid["intra"])
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("intra", "inter"))
+    refuse(model, "the mesh is (intra, inter), but must be (inter, intra)", topology=turned)
     accept(model, topology=2)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +20,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sdp4bit import SDP4BitConfig, quantize_communication
+from sdp4bit import AlertConfig, SDP4BitConfig, quantize_communication
+from sdp4bit.engines.fsdp2.observers import StepObserver
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from tests import toy
 from tests.ranks import on_ranks, run_ranks
@@ -47,6 +50,25 @@ def materializing(config: SDP4BitConfig | None) -> list[float]:
 @on_ranks(2)
 def test_models_may_be_attached_without_storage_and_converted_later() -> None:
     assert_close_to_plain(materializing)
+
+
+@on_ranks(2)
+def test_a_removed_handle_keeps_its_statistics_and_refuses_the_rest() -> None:
+    run = Run(build(), replace(QUANTIZED, alerts=AlertConfig(weight_drift=1e-9)), topology=1).train(2)
+    comm = run.comm
+    before = [comm.stats(), comm.group_stats(), comm.alerts()]
+    assert comm.stats()["compression_ratio"] > 1 and comm.alerts()
+    for _ in range(2):
+        comm.remove()
+        assert [comm.stats(), comm.group_stats(), comm.alerts()] == before
+        assert comm.explain() == "removed: the model communicates as without sdp4bit"
+    for act in (
+        *(comm.measure, comm.audit, comm.resync, comm.mark_step, comm.state_dict),
+        *(lambda: comm.load_state_dict({}), lambda: comm.on_alert(print), lambda: comm.time_steps(print)),
+        lambda: comm.full_precision().__enter__(),
+    ):
+        with pytest.raises(RuntimeError, match=r"removed from its model: only stats\(\)"):
+            act()
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
@@ -115,16 +137,43 @@ def test_steps_are_counted_where_nothing_is_sent() -> None:
     assert run.comm.stats()["steps"] == 5
 
 
+@on_ranks(1)
+def test_an_optimizer_of_another_model_is_looked_at_once() -> None:
+    """Unless it is given other parameters: those of the model, too."""
+    run = Run(build(), QUANTIZED, topology=1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1)) for _ in range(3)])
+    table = StepObserver._table
+    with mock.patch.object(StepObserver, "_table", autospec=True, side_effect=table) as tables:
+        for _ in range(5):
+            other.step()
+        assert tables.call_count == 1
+        run.train(1)
+        for _ in range(5):
+            other.step()
+        assert tables.call_count == 1
+        assert run.comm.stats()["steps"] == 1
+        other.param_groups[0]["params"][1] = next(run.model.parameters())
+        other.step()
+        other.step()
+        assert run.comm.stats()["steps"] == 3
+
+
 @on_ranks(2)
 def test_a_dropped_model_is_collected_with_its_handle_or_without_it_after_removal() -> None:
-    other, removed, dropped = (Run(build(), QUANTIZED, topology=1).train(1) for _ in range(3))
+    gc.disable()
+    collecting = register_optimizer_step_post_hook(lambda *_: gc.collect())
+    dropped, removed, other = (Run(build(), QUANTIZED, topology=1).train(1) for _ in range(3))
     handle = removed.comm
     handle.remove()
     dead = [weakref.ref(each) for each in (dropped.comm, dropped.comm._state, dropped.model, removed.model)]
     del removed, dropped
-    gc.collect()
+    other.train(2)  # the dropped model is collected while the optimizer calls its hooks
     assert [reference() for reference in dead] == [None] * 4
-    other.train(1)  # its optimizer's hooks meet what is left of the dropped model
+    collecting.remove()
+    gc.enable()
+    hooks = len(torch_optimizer._global_optimizer_post_hooks)
+    quantize_communication(build(), topology=1)
+    assert len(torch_optimizer._global_optimizer_post_hooks) == hooks
 
 
 @on_ranks(2)
@@ -152,7 +201,7 @@ def test_reports_add_up() -> None:
         "steps": 0,
         "last_step": nothing,
         "total": nothing,
-        "compression_ratio": 1.0,
+        "compression_ratio": None,
         "full_refreshes": 0,
         "sampled_step": None,
         "weight_drift": None,
@@ -160,6 +209,7 @@ def test_reports_add_up() -> None:
         "gradient_error": None,
         "nonfinite_groups": 0,
     }
+    assert [group["compression_ratio"] for group in comm.group_stats()] == [None] * 4
     header, rule, *lines = comm.explain().splitlines()
     names = [group.group.name for group in comm.groups]
     numbers = [line for line in lines if not line.startswith(" ")]

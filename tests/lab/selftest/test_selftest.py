@@ -70,7 +70,7 @@ def test_the_command_passes_here_and_writes_a_file_for_a_bug_report(tmp_path):
     checks = {check["name"]: check for check in result["checks"]}
     assert {name: check["result"] for name, check in checks.items()} == dict.fromkeys(CHECKS, "passed")
     facts = checks["facts"]["findings"]
-    assert facts["backend"] == "gloo"
+    assert (facts["backend"], facts["backend_class"]) == ("gloo", "ProcessGroupGloo")
     # The package's version may lack the build of torch's own.
     assert torch.__version__.startswith(facts["ranks"][1]["versions"]["torch"].partition("+")[0])
     assert checks["kernels"]["findings"]["compared"] > 1000
