@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sdp4bit import AlertConfig, AuditConfig, GradientConfig, ReplicaMismatchError, SDP4BitConfig
+from sdp4bit import (
+    AlertConfig,
+    AuditConfig,
+    GradientConfig,
+    ReplicaMismatchError,
+    SDP4BitConfig,
+    quantize_communication,
+)
 from sdp4bit.engines.fsdp2.hooks import ReplicaGroup
 from sdp4bit.traffic import Traffic
 from sdp4bit_lab.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange
@@ -176,6 +183,33 @@ def accumulating(config: SDP4BitConfig | None) -> list[float]:
     if config is not None:
         assert [(group.reductions, group.all_reduces) for group in run.comm.groups] == [(2, 1)] * 4
     return result
+
+
+@on_ranks(4)
+def test_communication_does_not_change_within_an_accumulation() -> None:
+    """FSDP2 holds sums over shards until replicas are summed; their divisor depends on the operation."""
+    plain, run, late = HybridRun(None), HybridRun(IDENTITY), HybridRun(None)
+    for each in (plain, run, late):
+        each.train(1).model.set_requires_all_reduce(False)
+        each.backward()
+    refused = partial(pytest.raises, match="finish the accumulation first")
+    with refused(RuntimeError), run.comm.full_precision():
+        pass
+    with refused(RuntimeError):
+        run.comm.time_steps(lambda: None)
+    with refused(RuntimeError):
+        run.comm.remove()
+    with refused(ValueError):
+        quantize_communication(late.model, topology=2, config=IDENTITY)
+    for each in (plain, run, late):
+        each.model.set_requires_all_reduce(True)
+        each.train(1)
+    assert run.comm.is_attached
+    run.comm.remove()
+    late.comm = quantize_communication(late.model, topology=2, config=IDENTITY)
+    expected = plain.train(1).finish()
+    for each in (run, late):
+        assert_equal(each.train(1).finish(), expected)
 
 
 def check_resume() -> None:
