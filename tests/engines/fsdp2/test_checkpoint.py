@@ -170,6 +170,22 @@ def test_a_resumed_run_continues_bit_for_bit(
     run_ranks(resume, ranks, str(tmp_path), config, exact, timeout=LIMIT)
 
 
+@on_ranks(2, timeout=LIMIT)
+def test_a_run_that_goes_back_in_its_own_process_repeats_itself(tmp_path: Path) -> None:
+    """It was saved with nothing pending, and loads after a step that no forward has used."""
+    job = Job(NODE, topology=1)
+    job.train(BEFORE)
+    job.logits()
+    job.save(str(tmp_path), comm=job.comm)
+    expected = job.train(2), job.bits()
+    for comm in ("before", "after"):
+        job.load(str(tmp_path), comm=comm).data = toy.batches()
+        for _ in range(BEFORE):
+            next(job.data)
+        with expect_warnings():
+            assert (job.train(2), job.bits()) == expected, comm
+
+
 def weights_of(job: Job) -> list[int]:
     """Return checksums of the main weights of all ranks."""
     job.model.reshard()
