@@ -46,12 +46,14 @@ PLACEMENTS = {
     "shards in the node": [[0, 1], [2, 3]],
     "replicas in the node": [[0, 2], [1, 3]],
     "replicas only": [[0], [1], [2], [3]],
+    "three replicas": [[0, 1], [2, 3], [4, 5]],
 }
-"""Ranks of each replica; ranks 0 and 1 are one node."""
+"""Ranks of each replica; ranks 0 and 1 are one node, and so are the following pairs."""
 GRIDS = {
     "shards in the node": (RankGrid(nodes=1, ranks_per_node=2), RankGrid(nodes=2, ranks_per_node=1)),
     "replicas in the node": (RankGrid(nodes=2, ranks_per_node=1), RankGrid(nodes=1, ranks_per_node=2)),
     "replicas only": (RankGrid(nodes=1, ranks_per_node=1), RankGrid(nodes=2, ranks_per_node=2)),
+    "three replicas": (RankGrid(nodes=1, ranks_per_node=2), RankGrid(nodes=3, ranks_per_node=1)),
 }
 """Nodes and ranks of the reduction over shards, and of that over replicas."""
 USUAL = "shards in the node"
@@ -142,7 +144,7 @@ def check_bytes(placement: str, inter_bits: float) -> None:
     "placement",
     [
         pytest.param(name, marks=[pytest.mark.slow] if name != "shards in the node" else [])
-        for name in PLACEMENTS
+        for name in ("shards in the node", "replicas in the node", "replicas only")
     ],
 )
 @on_ranks(4, timeout=400.0)
@@ -157,6 +159,16 @@ def test_replicas_stay_equal_and_train_as_with_plain_fsdp2(placement: str) -> No
         assert_close_to_plain(training, placement, 1, checks=checks, harmless=mutations.WEIGHTS)
     for bits in (4, 3.5):
         check_bytes(placement, bits)
+
+
+@pytest.mark.slow
+@on_ranks(6, timeout=280.0)
+def test_three_replicas_stay_equal_and_train_as_with_plain_fsdp2() -> None:
+    # Three sums are added in another order, and divided by 6 instead of 2 and 3: at most 4 roundings.
+    checks = [(IDENTITY, partial(assert_near, gradient=1e-6)), (QUANTIZED, assert_close)]
+    placement = "three replicas"
+    assert_close_to_plain(training, placement, 1, checks=checks, harmless=mutations.WEIGHTS)
+    check_bytes(placement, 4)
 
 
 class Accumulating(HybridRun):
