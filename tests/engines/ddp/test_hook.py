@@ -161,16 +161,38 @@ def test_accumulated_and_clipped_gradients_are_averaged_as_by_plain_ddp() -> Non
 
 
 class Unused(nn.Module):
-    """One of two layers has a part in the loss, another one in each step."""
+    """One of two layers has a part in the loss, another one in each step, and perhaps on each rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_rank: bool = False) -> None:
         super().__init__()
         self.gpt, self.calls = ToyGPT(), 0
         self.layers = nn.ModuleList(nn.Linear(61, 61) for _ in range(2))
+        self.offset = dist.get_rank() if by_rank else 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.layers[self.calls % 2](self.gpt(tokens))
+        return self.layers[(self.calls + self.offset) % 2](self.gpt(tokens))
+
+
+def using_some(config: GradientConfig | None, by_rank: bool, accumulate: int) -> Result:
+    torch.manual_seed(1)
+    run = DDPRun(config, model=Unused(by_rank=by_rank), find_unused_parameters=True)
+    return run.train(3, accumulate=accumulate).finish()
+
+
+def joining(config: GradientConfig | None) -> Result:
+    """The first rank has a batch more than the other, which joins with zeros."""
+    run = DDPRun(config)
+    with run.model.join():
+        run.train(3 - dist.get_rank())
+    return run.finish()
+
+
+@on_ranks(2)
+def test_unused_parameters_and_uneven_inputs_are_averaged_as_by_plain_ddp() -> None:
+    for by_rank, accumulate in ((False, 1), (True, 2)):
+        assert_close_to_plain(using_some, by_rank, accumulate, checks=CHECKS, harmless=mutations.WEIGHTS)
+    assert_close_to_plain(joining, checks=CHECKS, harmless=mutations.WEIGHTS)
 
 
 @pytest.mark.slow

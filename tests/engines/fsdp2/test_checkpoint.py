@@ -188,6 +188,22 @@ def test_a_resumed_run_continues_bit_for_bit(
     run_ranks(resume, ranks, str(tmp_path), config, exact, timeout=LIMIT)
 
 
+@on_ranks(2, timeout=LIMIT)
+def test_a_run_that_goes_back_in_its_own_process_repeats_itself(tmp_path: Path) -> None:
+    """It was saved with nothing pending, and loads after a step that no forward has used."""
+    job = Job(NODE, topology=1)
+    job.train(BEFORE)
+    job.logits()
+    job.save(str(tmp_path), comm=job.comm)
+    expected = job.train(2), job.bits()
+    for comm in ("before", "after"):
+        job.load(str(tmp_path), comm=comm).data = toy.batches()
+        for _ in range(BEFORE):
+            next(job.data)
+        with expect_warnings():
+            assert (job.train(2), job.bits()) == expected, comm
+
+
 def weights_of(job: Job) -> list[int]:
     """Return checksums of the main weights of all ranks."""
     job.model.reshard()
@@ -384,19 +400,35 @@ def test_saving_changes_nothing_and_holds_plain_values(tmp_path: Path) -> None:
         assert (type(value), value.dtype, value.shape) == (DTensor, torch.float32, like.shape)
         assert row.shape == like.shape and row.placements == value.placements == like.placements
 
-    # The handle is a Stateful, also for a save in the background of further steps. The thread that saves has
-    # a process group of its own: ranks could begin its collectives and the training in different orders.
-    own_group = dist.new_group()
-    pending = dcp.async_save({"comm": job.comm}, checkpoint_id=f"{tmp_path}/later", process_group=own_group)
-    job.train(1)
-    pending.result()
-    assert not equal_states(job.comm.state_dict(), state)
+    # The handle is a Stateful. A template from before the first forward is filled like any other.
+    dcp.save({"comm": job.comm}, checkpoint_id=f"{tmp_path}/later")
     twin.comm.resync()
     dcp.load({"comm": twin.comm}, checkpoint_id=f"{tmp_path}/later")
-    assert equal_states(twin.comm.state_dict(), state)
-    # A template from before the first forward is filled like any other.
     dcp.load({"comm": template}, checkpoint_id=f"{tmp_path}/later")
-    assert equal_states(template, state)
+    assert equal_states(twin.comm.state_dict(), state) and equal_states(template, state)
+
+
+@on_ranks(2, timeout=LIMIT)
+def test_a_save_in_the_background_of_training_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """The thread that saves has a process group of its own.
+
+    Ranks could begin its collectives and those of the training in different orders.
+    """
+    job, own_group = Job(NODE, topology=1), dist.new_group()
+    job.train(BEFORE)
+    for number, comm in enumerate(("before", "after")):
+        model, optimizer = get_state_dict(job.model, job.optimizer)
+        pending = dcp.async_save(
+            {"model": model, "optimizer": optimizer, "comm": job.comm},
+            checkpoint_id=f"{tmp_path}/{number}",
+            process_group=own_group,
+        )
+        expected = job.train(2), job.bits()
+        pending.result()
+        resumed = Job(NODE, topology=1, at=BEFORE + 2 * number)
+        with expect_warnings():
+            resumed.load(f"{tmp_path}/{number}", comm=comm)
+            assert (resumed.train(2), resumed.bits()) == expected
 
 
 # -- other layouts: pipeline stages, nodes, HSDP, settings ------------------------------------------------

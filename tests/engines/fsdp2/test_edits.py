@@ -203,6 +203,16 @@ def test_evaluations_of_averages_cause_no_warning() -> None:
     assert run.comm.stats()["full_refreshes"] == 4 * 7
 
 
+@on_ranks(2)
+def test_training_in_evaluation_mode_sends_differences() -> None:
+    """Some loops switch dropout off so; steps are sent as in training mode."""
+    runs = [Run(build(), QUANTIZED, topology=1, lr=1e-3) for _ in range(2)]
+    runs[0].model.eval()
+    evaluating, training = ((run.train(3).losses, run.comm.stats()) for run in runs)
+    assert evaluating == training
+    assert evaluating[1]["full_refreshes"] == 0
+
+
 def poisoned(config: SDP4BitConfig | None, *, by_overflow: bool) -> list[float]:
     """A loop steps with weights that are not finite when they are gathered, rewinds, and goes on."""
     policy = MixedPrecisionPolicy(

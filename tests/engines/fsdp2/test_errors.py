@@ -181,7 +181,10 @@ def test_models_with_custom_communication_are_refused() -> None:
     custom = toy.build()
     comm = quantize_communication(custom, topology=1)
     refuse(custom, "is attached already: call remove() on the first handle", topology=1)
+    with comm.full_precision():
+        refuse(custom, "is attached already: call remove() on the first handle", topology=1)
     comm.remove()
+    accept(custom, topology=1)
     custom.blocks[1].set_custom_all_gather(mock.Mock())
     refuse(custom, "blocks.1 has custom communication (Mock)", topology=1, skip="blocks.1")
 

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sdp4bit import AlertConfig, AuditConfig, GradientConfig, ReplicaMismatchError, SDP4BitConfig
+from sdp4bit import (
+    AlertConfig,
+    AuditConfig,
+    GradientConfig,
+    ReplicaMismatchError,
+    SDP4BitConfig,
+    quantize_communication,
+)
 from sdp4bit.engines.fsdp2.hooks import ReplicaGroup
 from sdp4bit.traffic import Traffic
 from sdp4bit_lab.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange
@@ -39,12 +46,14 @@ PLACEMENTS = {
     "shards in the node": [[0, 1], [2, 3]],
     "replicas in the node": [[0, 2], [1, 3]],
     "replicas only": [[0], [1], [2], [3]],
+    "three replicas": [[0, 1], [2, 3], [4, 5]],
 }
-"""Ranks of each replica; ranks 0 and 1 are one node."""
+"""Ranks of each replica; ranks 0 and 1 are one node, and so are the following pairs."""
 GRIDS = {
     "shards in the node": (RankGrid(nodes=1, ranks_per_node=2), RankGrid(nodes=2, ranks_per_node=1)),
     "replicas in the node": (RankGrid(nodes=2, ranks_per_node=1), RankGrid(nodes=1, ranks_per_node=2)),
     "replicas only": (RankGrid(nodes=1, ranks_per_node=1), RankGrid(nodes=2, ranks_per_node=2)),
+    "three replicas": (RankGrid(nodes=1, ranks_per_node=2), RankGrid(nodes=3, ranks_per_node=1)),
 }
 """Nodes and ranks of the reduction over shards, and of that over replicas."""
 USUAL = "shards in the node"
@@ -135,7 +144,7 @@ def check_bytes(placement: str, inter_bits: float) -> None:
     "placement",
     [
         pytest.param(name, marks=[pytest.mark.slow] if name != "shards in the node" else [])
-        for name in PLACEMENTS
+        for name in ("shards in the node", "replicas in the node", "replicas only")
     ],
 )
 @on_ranks(4, timeout=400.0)
@@ -150,6 +159,16 @@ def test_replicas_stay_equal_and_train_as_with_plain_fsdp2(placement: str) -> No
         assert_close_to_plain(training, placement, 1, checks=checks, harmless=mutations.WEIGHTS)
     for bits in (4, 3.5):
         check_bytes(placement, bits)
+
+
+@pytest.mark.slow
+@on_ranks(6, timeout=280.0)
+def test_three_replicas_stay_equal_and_train_as_with_plain_fsdp2() -> None:
+    # Three sums are added in another order, and divided by 6 instead of 2 and 3: at most 4 roundings.
+    checks = [(IDENTITY, partial(assert_near, gradient=1e-6)), (QUANTIZED, assert_close)]
+    placement = "three replicas"
+    assert_close_to_plain(training, placement, 1, checks=checks, harmless=mutations.WEIGHTS)
+    check_bytes(placement, 4)
 
 
 class Accumulating(HybridRun):
@@ -176,6 +195,33 @@ def accumulating(config: SDP4BitConfig | None) -> list[float]:
     if config is not None:
         assert [(group.reductions, group.all_reduces) for group in run.comm.groups] == [(2, 1)] * 4
     return result
+
+
+@on_ranks(4)
+def test_communication_does_not_change_within_an_accumulation() -> None:
+    """FSDP2 holds sums over shards until replicas are summed; their divisor depends on the operation."""
+    plain, run, late = HybridRun(None), HybridRun(IDENTITY), HybridRun(None)
+    for each in (plain, run, late):
+        each.train(1).model.set_requires_all_reduce(False)
+        each.backward()
+    refused = partial(pytest.raises, match="finish the accumulation first")
+    with refused(RuntimeError), run.comm.full_precision():
+        pass
+    with refused(RuntimeError):
+        run.comm.time_steps(lambda: None)
+    with refused(RuntimeError):
+        run.comm.remove()
+    with refused(ValueError):
+        quantize_communication(late.model, topology=2, config=IDENTITY)
+    for each in (plain, run, late):
+        each.model.set_requires_all_reduce(True)
+        each.train(1)
+    assert run.comm.is_attached
+    run.comm.remove()
+    late.comm = quantize_communication(late.model, topology=2, config=IDENTITY)
+    expected = plain.train(1).finish()
+    for each in (run, late):
+        assert_equal(each.train(1).finish(), expected)
 
 
 def check_resume() -> None:
