@@ -150,3 +150,19 @@ def test_what_random_bits_cannot_tell_apart_is_refused() -> None:
             pytest.raises(ValueError, match=rf"{message} more than the 3 .*\[ranks 0, 1, 2, 3\]"),
         ):
             quantize_communication(model, topology=2)
+
+
+@on_ranks(2)
+def test_groups_that_were_sharded_after_attaching_are_refused_and_named() -> None:
+    torch.manual_seed(0)
+    model: Any = toy.ToyGPT()
+    for block in model.blocks:
+        fully_shard(block, mesh=toy.data_mesh(), mp_policy=toy.POLICY)
+    comm = quantize_communication(model, topology=1)
+    fully_shard(model, mesh=toy.data_mesh(), mp_policy=toy.POLICY)
+    tokens, _ = next(toy.batches())
+    with pytest.raises(
+        RuntimeError, match=r"embed\.weight, position\.weight.* and 3 more would be sent in full"
+    ):
+        model(tokens)
+    comm.remove()
