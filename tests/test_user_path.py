@@ -72,15 +72,25 @@ def needed_by(*names: str) -> Iterator[importlib.metadata.Distribution]:
         ]
 
 
-def run(*command: str | Path, cwd: Path, exit_code: int = 0) -> str:
+def run(*command: str | Path, cwd: Path, exit_code: int = 0, timeout: float = 600) -> str:
     """Return what a command prints; it must end with this code."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == exit_code, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + (done.stderr if exit_code else "")
+
+
+def copy_sources(folder: Path) -> None:
+    """Copy what the package is built from."""
+    for name in ("pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, folder)
+    for package in ("sdp4bit", "sdp4bit_lab"):
+        shutil.copytree(
+            ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
+        )
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +100,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not any(importlib.metadata.distributions(name="build")):
         pytest.skip('build is not installed: pip install "sdp4bit[dev]"')
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in ("pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, source)
-    for package in ("sdp4bit", "sdp4bit_lab"):
-        shutil.copytree(
-            ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
-        )
+    copy_sources(source)
     # Without --wheel or --sdist the wheel is made of the sdist.
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", made, source, cwd=source)
     (wheel,), (_,) = made.glob("*.whl"), made.glob("*.tar.gz")
@@ -148,6 +153,10 @@ def test_the_lines_of_the_readme_run(python: Path, tmp_path: Path) -> None:
 
 
 def test_the_tutorial_does_what_it_shows(python: Path, tmp_path: Path) -> None:
+    follow_the_tutorial(python, tmp_path)
+
+
+def follow_the_tutorial(python: Path, tmp_path: Path) -> None:
     """Every block is used: files are written, changes made, commands run, and what they print is compared."""
     printed, outputs = "", []
     for language, title, text in BLOCK.findall((ROOT / "docs/tutorial.md").read_text()):
