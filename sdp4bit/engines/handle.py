@@ -96,7 +96,7 @@ class ModelState:
     def pending_squares(self) -> Tensor:
         """Return the squares [groups, 2] of the changes not sent yet; see GroupState.pending_squares."""
         rows = [comm.pending_squares() for comm in self.groups]
-        return torch.stack(rows).cpu() if rows else torch.empty(0, 2, dtype=torch.float64)
+        return torch.stack(rows) if rows else torch.empty(0, 2, dtype=torch.float64)
 
     @property
     def device(self) -> torch.device | None:

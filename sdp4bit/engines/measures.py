@@ -191,6 +191,7 @@ def total_measures(squares: Tensor | None) -> Measures:
 
 def total_error(squares: Tensor) -> float | None:
     """Return the relative error over all groups of squares [groups, 2] (error, norm) that are finite."""
+    squares = squares.cpu()
     finite = squares[squares.isfinite().all(dim=1)]
     error, norm = finite.sum(dim=0).tolist()
     return ((error / norm) ** 0.5 if norm else 0.0) if len(finite) else None

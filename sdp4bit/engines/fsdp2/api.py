@@ -303,13 +303,10 @@ class FSDPCommHandle(CommHandle):
         self._check_left()
 
     def _check_left(self) -> None:
-        self._check_partial_gradients("before entering or leaving full_precision() or time_steps()")
-
-    def _check_partial_gradients(self, when: str) -> None:
         # Quantized sums and FSDP2's means must not be added.
         for comm in self._state.groups:
             if comm.group.has_partial_gradients:
-                raise RuntimeError(f"{comm.group.name} {PARTIAL_GRADIENTS} {when}")
+                raise RuntimeError(f"{comm.group.name} {PARTIAL_GRADIENTS}")
 
     def _switch(self) -> None:
         for index, comm in enumerate(self._state.groups):
@@ -362,7 +359,7 @@ class FSDPCommHandle(CommHandle):
         Raises:
             RuntimeError: FSDP2 holds gradients of HSDP that it has not all-reduced; nothing is changed.
         """
-        self._check_partial_gradients("before remove()")
+        self._check_left()
         for hook in self._hooks:
             hook.remove()
         try:

@@ -17,8 +17,8 @@ from sdp4bit.engines.fsdp2.groups import FSDPGroup, named_fsdp_modules
 from sdp4bit.quantization.checks import VALUE_DTYPES
 
 PARTIAL_GRADIENTS = (
-    "holds gradients that FSDP2 has not all-reduced over replicas: finish the accumulation (a backward with "
-    "set_requires_all_reduce(True)), or discard them with model.reset_iter_state(),"
+    "holds gradients that FSDP2 has not all-reduced over replicas: finish the accumulation first, by a "
+    "backward with set_requires_all_reduce(True), or discard them with model.reset_iter_state()"
 )
 _OTHER_ENGINES = {
     "torch.distributed.fsdp.fully_sharded_data_parallel": (
@@ -107,7 +107,7 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
             f"{group.name} is attached already: call remove() on the first handle before attaching again"
         )
     if group.has_partial_gradients:
-        raise ValueError(f"{group.name} {PARTIAL_GRADIENTS} before attaching")
+        raise ValueError(f"{group.name} {PARTIAL_GRADIENTS}")
     if group.custom_comms:
         raise ValueError(
             f"{group.name} has custom communication ({', '.join(group.custom_comms)}), which sdp4bit cannot "
