@@ -25,7 +25,6 @@ from sdp4bit.engines.audit import ReplicaCopy
 from sdp4bit.engines.explain import Row, describe_gradients, describe_ranks, describe_weights
 from sdp4bit.engines.measures import (
     GradientQuantizer,
-    GradientSample,
     Measures,
     gradient_squares,
     sample_of,
@@ -126,8 +125,11 @@ class GroupState(ABC):
         self._was_refreshed = False
         self.reductions = 0  # quantized reductions so far; part of the counter for rounding bits
         self.gradient_bits: float | None = None  # see `GroupStats`
-        self.gradient_sample: GradientSample | None = None
+        self.gradient_sample: Tensor | None = None
         """Sample of the last reduction in a step that will be measured."""
+        self.counts_nonfinite = False  # whether steps are measured
+        self.nonfinite_groups: Tensor | None = None
+        """Received non-finite quantization groups since the last measured step, fp64 on the device."""
 
     @property
     def counters(self) -> tuple[TrafficCounter, ...]:
@@ -163,23 +165,28 @@ class GroupState(ABC):
         self._was_refreshed = True
 
     def sample_gradient(self, gradient: Tensor, *, sample_numel: int | None) -> Tensor | None:
-        """Keep a sample of a gradient that is about to be reduced.
+        """Keep a sample of a gradient that is about to be reduced, and count its non-finite groups.
 
         Args:
             gradient: [n], this rank's input to the reduction.
             sample_numel: size of the sample; None in steps that are not measured.
 
         Returns:
-            The counter of non-finite quantization groups for the reduction; None without a sample.
+            The counter of non-finite quantization groups for the reduction; None if steps are not measured.
         """
         quantizers = self.gradient_quantizers
-        if not quantizers or sample_numel is None or not gradient.numel():
+        if not quantizers or not gradient.numel():
             return None
-        unit = math.lcm(*(quantizer.group_unit for quantizer in quantizers))
-        ranges = sample_ranges(gradient.numel(), sample_numel=sample_numel, unit=unit)
-        nonfinite = torch.zeros((), dtype=torch.float64, device=gradient.device)
-        self.gradient_sample = GradientSample(values=sample_of(gradient, ranges), nonfinite=nonfinite)
-        return nonfinite
+        if sample_numel is not None:
+            unit = math.lcm(*(quantizer.group_unit for quantizer in quantizers))
+            ranges = sample_ranges(gradient.numel(), sample_numel=sample_numel, unit=unit)
+            self.gradient_sample = sample_of(gradient, ranges)
+        elif not self.counts_nonfinite:
+            return None
+        # Counted in every step, so that no NaN between two samples is missed, and read with the next sample.
+        if self.nonfinite_groups is None:
+            self.nonfinite_groups = torch.zeros((), dtype=torch.float64, device=gradient.device)
+        return self.nonfinite_groups
 
     def count_dense(
         self, traffic: TrafficCounter, shard_bytes: int, *, members: Sequence[int] | None = None
@@ -217,7 +224,8 @@ class GroupState(ABC):
             gradient = gradient_squares(
                 self.gradient_sample, quantizers=self.gradient_quantizers, numel=numel
             )
-            nonfinite = self.gradient_sample.nonfinite
+        if self.nonfinite_groups is not None:
+            nonfinite = self.nonfinite_groups
         if self.replica is not None:
             ranges: list[Range] = [(0, numel)]
             if sample_numel is not None:

@@ -47,6 +47,8 @@ class ModelState:
     def __init__(self, groups: Sequence[GroupState], *, telemetry: TelemetryConfig | None = None) -> None:
         self.groups: Sequence[GroupState] = groups
         self.telemetry = Telemetry(telemetry, [comm.group.name for comm in groups])
+        for comm in groups:
+            comm.counts_nonfinite = telemetry is not None
         self.step_listeners: list[Callable[[int], None]] = []
         """Called with the step number on every rank, once per step. The step's measures are available and
         the next step has sent nothing yet, so listeners may communicate."""
@@ -78,7 +80,7 @@ class ModelState:
         if is_due:
             for comm in self.groups:
                 # Otherwise a group without a gradient in the next measured step would report this one again.
-                comm.gradient_sample = None
+                comm.gradient_sample = comm.nonfinite_groups = None
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -222,7 +224,7 @@ class CommHandle(ABC):
         After `remove()` it returns the last values, as `group_stats()` and `alerts()` do.
 
         Returns:
-            "steps": steps so far; on FSDP2, backward passes whose gradients were reduced.
+            "steps": optimizer steps so far, after gradients were reduced.
             "last_step", "total": bytes this rank sent inside its node ("intra_bytes") and to other nodes
             ("inter_bytes"), the padding in both, and the number of collectives.
             "compression_ratio": bytes between nodes without sdp4bit over those with it, in the last step;
@@ -235,7 +237,7 @@ class CommHandle(ABC):
             "weight_error", "gradient_error": relative errors of quantizing these differences and the
             gradients.
             "nonfinite_groups": quantization groups of the gradients that reached this rank with a NaN or an
-            infinity.
+            infinity, in all steps since the measured one before.
         """
         if self._last_stats is not None:
             return self._last_stats[0]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
@@ -34,7 +33,8 @@ class Measures(TypedDict):
     weight_drift: float | None
     """|main - replica| / |main| of a sample after the difference has been sent."""
     nonfinite_groups: int
-    """Quantization groups of the gradient that reached this rank with a NaN or an infinity."""
+    """Quantization groups of gradients that reached this rank with a NaN or an infinity, since the last
+    measured step."""
 
 
 class Measurement(Measures):
@@ -83,14 +83,6 @@ def pieces_of(values: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
     return list(values.split([*lengths, values.shape[0] - at])[1::2])
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientSample:
-    """Sample of one reduction, measured at the end of its step; both tensors are on the device."""
-
-    values: Tensor
-    nonfinite: Tensor  # number of received non-finite quantization groups, fp64; the reduction adds to it
-
-
 def squared_norms(received: Tensor, exact: Tensor, *, numel: int) -> list[Tensor]:
     """Return |received - exact|^2 and |exact|^2, fp64, of a sample [n], scaled to a shard of `numel`."""
     # fp64, because squares of small gradients underflow in fp32.
@@ -98,15 +90,12 @@ def squared_norms(received: Tensor, exact: Tensor, *, numel: int) -> list[Tensor
     return [norm * norm * (numel / exact.numel()) for norm in norms]
 
 
-def gradient_squares(
-    sample: GradientSample, *, quantizers: Sequence[GradientQuantizer], numel: int
-) -> list[Tensor]:
+def gradient_squares(exact: Tensor, *, quantizers: Sequence[GradientQuantizer], numel: int) -> list[Tensor]:
     """Return the squared norms of the collectives' error and of the gradient, scaled to `numel` values.
 
     Errors of successive collectives are measured separately and added; see `QuantizedAllReduce.requantized`.
     """
     first, *others = quantizers
-    exact = sample.values
     received = first.requantized(exact)
     for quantizer in others:
         received = received + (quantizer.requantized(exact) - exact)

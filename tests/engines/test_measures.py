@@ -165,6 +165,18 @@ def test_groups_that_are_not_finite_are_counted_where_they_arrive() -> None:
 
 
 @on_ranks(2)
+def test_a_gradient_between_two_measured_steps_that_is_not_finite_is_counted() -> None:
+    """Also if the loop skips its step, and once only."""
+    run = Run(build(), replace(QUANTIZED, telemetry=TelemetryConfig(interval=2)), topology=1).train(2)
+    (loss_of(run.model, next(run.data)) * math.nan).backward()
+    run.optimizer.zero_grad()
+    run.train(2).evaluate()
+    assert run.comm.stats()["sampled_step"] == 4 and run.comm.stats()["nonfinite_groups"] > 0
+    run.train(2).evaluate()
+    assert run.comm.stats()["sampled_step"] == 6 and run.comm.stats()["nonfinite_groups"] == 0
+
+
+@on_ranks(2)
 def test_what_is_not_quantized_has_no_error_and_nothing_is_measured_where_it_is_switched_off() -> None:
     run = Run(build(), SDP4BitConfig(weights=None)).train(1)
     run.evaluate()

@@ -75,7 +75,7 @@ class Seen:
 
 
 class Flags(NamedTuple):
-    """What the ranks of a group agree on: each flag is set if any of them has set it."""
+    """Events on which the ranks of a group agree: each is set if any of them has set it."""
 
     full_due: bool  # a refresh in full precision is due, or one was interrupted by an exception
     stepped: bool
@@ -202,7 +202,7 @@ class FSDPModelState(ModelState):
         self.end_traffic()
 
     def forget_events(self) -> None:
-        """Forget what this rank has seen; a loaded state replaces it."""
+        """Forget the events that this rank has seen; a loaded state replaces them."""
         self.step_pending = self._is_reduced = self.steps_seen.is_reduced = False
         for comm in self.groups:
             comm.seen = Seen()

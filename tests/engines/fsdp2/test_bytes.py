@@ -161,3 +161,42 @@ def one_node(config: SDP4BitConfig, weights: bool, gradients: bool, *, is_hybrid
     assert [bool(group.gradient_quantizers) for group in groups] == [gradients] * count
     if mesh is not None and not gradients:
         assert all(group.all_reduce is None for group in groups)
+
+
+@on_ranks(4)
+def test_a_step_is_an_optimizer_step_however_often_gradients_are_reduced() -> None:
+    run = Run(build(), QUANTIZED).train(2)
+    once = run.comm.stats()["last_step"]["inter_bytes"]
+    gradients = sum(group.gradient_traffic.current_step.inter_bytes for group in run.comm.groups)
+    weights = once - gradients
+
+    # Every micro-batch is reduced by itself, as some trainers do.
+    for _ in range(3):
+        run.backward()
+    run.step()
+    stats = run.comm.stats()
+    assert stats["steps"] == 3
+    assert stats["last_step"]["inter_bytes"] == weights + 3 * gradients
+
+    # A forward and backward without a step, as a trainer's dry run, belongs to the next step.
+    run.backward()
+    run.optimizer.zero_grad()
+    assert all(run.comm.stats()[name] == stats[name] for name in ("steps", "last_step"))
+    run.train(1)
+    again = run.comm.stats()
+    assert again["steps"] == 4
+    assert again["last_step"]["inter_bytes"] == weights + 2 * gradients
+
+
+@on_ranks(4)
+def test_steps_without_replicas_are_agreed_on() -> None:
+    """An optimizer that only some ranks have still ends a step on all of them."""
+    run = Run(build(), replace(QUANTIZED, weights=None))
+    for step in range(3):
+        run.backward()
+        run.backward()
+        if dist.get_rank() == 0:
+            run.comm.mark_step()
+        run.evaluate()
+        assert run.comm.stats()["steps"] == step + 1
+        assert run.comm.stats()["sampled_step"] == step + 1
