@@ -209,7 +209,11 @@ def test_other_memory_is_refused_for_what_is_quantized_and_else_used() -> None:
     collectives = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     if not hasattr(collectives, "SymmMemAllGather"):
         return  # torch 2.9
-    with mock.patch.object(collectives, "symm_mem") as memory, mock.patch("torch.cuda.use_mem_pool"):
+    with (
+        mock.patch.object(collectives, "symm_mem") as memory,
+        mock.patch("torch.cuda.use_mem_pool"),
+        mock.patch("torch.cpu.use_mem_pool", create=True),  # since torch 2.15 the pool is of the device
+    ):
         symmetric = toy.build()
         for module in (symmetric, *symmetric.blocks):
             module.set_force_sum_reduction_for_comms(True)
