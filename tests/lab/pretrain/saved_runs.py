@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from sdp4bit_lab.common.ranks import Ranks
 from sdp4bit_lab.pretrain.checkpoint import Checkpointer
-from sdp4bit_lab.pretrain.checkpoint_files import Progress, RunRecord
+from sdp4bit_lab.pretrain.checkpoint_files import LOCK, Progress, RunRecord
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 
 SHAPE = {"layers": 1, "hidden": 8, "heads": 2, "vocabulary": 128, "positions": 16, "dropout": 0.0}
@@ -34,6 +34,9 @@ class Communication:
 
     def __init__(self, step: int) -> None:
         self.state: dict[str, Any] = {"steps": step, "replica": {"a.b": torch.full((3,), float(step))}}
+
+    def audit(self) -> bool:
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -100,4 +103,5 @@ def load_step(folder: Path) -> int:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Return the names in a folder, without that of the lock, which stays after a run."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)

@@ -17,10 +17,10 @@ import pytest
 import torch.distributed as dist
 
 from sdp4bit_lab.common.ranks import broadcast_from_rank0, run_on_all_ranks
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.settings import RunError, SettingError, TrainingDivergedError
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import OptimizerConfig, PretrainConfig
-from sdp4bit_lab.pretrain.trainer import TrainingDivergedError, pretrain
+from sdp4bit_lab.pretrain.trainer import pretrain
 from tests.lab.common.launch.started_ranks import (
     PRETRAIN,
     lines_of_log,
@@ -60,7 +60,7 @@ def errors_of_all_kinds() -> list[str]:
     ):
         try:
             work()
-        except (SettingError, RuntimeError) as error:
+        except RunError as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages
 
@@ -72,7 +72,7 @@ def test_an_error_on_one_rank_is_raised_on_all():
         == results[1]
         == [
             "SettingError: change it",
-            "RuntimeError: rank 1: OSError: disk full",
+            "RunError: disk full",
             "SettingError: rank 0 says no",
         ]
     )
