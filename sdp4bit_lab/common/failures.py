@@ -6,8 +6,6 @@ import os
 import shutil
 from pathlib import Path
 
-from sdp4bit import ReplicaMismatchError
-from sdp4bit.collectives.errors import is_communication_failure
 from sdp4bit_lab.common.settings import EXIT_FAILED, RunError
 
 
@@ -32,12 +30,16 @@ def as_run_error(error: BaseException) -> RunError | None:
 
 def outcome(error: BaseException) -> tuple[str, int] | None:
     """Return the line and the exit code with which an error ends a command; None for a defect."""
+    expected = as_run_error(error)
+    if expected is not None:
+        return str(expected), expected.exit_code
+    # Only now, because they import torch: a wrong option is reported at once.
+    from sdp4bit import ReplicaMismatchError
+    from sdp4bit.collectives.errors import is_communication_failure
+
     if is_communication_failure(error):
         return f"{error} (--distributed-timeout-minutes)", EXIT_FAILED
-    if isinstance(error, ReplicaMismatchError):
-        return str(error), EXIT_FAILED
-    expected = as_run_error(error)
-    return None if expected is None else (str(expected), expected.exit_code)
+    return (str(error), EXIT_FAILED) if isinstance(error, ReplicaMismatchError) else None
 
 
 def failed_write(path: Path, error: OSError) -> str:
