@@ -105,3 +105,9 @@ def load_step(folder: Path) -> int:
 def names(folder: Path) -> list[str]:
     """Return the names in a folder, without that of the lock, which stays after a run."""
     return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)

@@ -25,7 +25,7 @@ from sdp4bit_lab.common.files import SUMS, write_sums
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain import checkpoint_files
 from sdp4bit_lab.pretrain.checkpoint_files import TENSORS, find_checkpoints, open_checkpoint
-from tests.lab.pretrain.saved_runs import SavedRun, load_step, names, one_rank, save_step
+from tests.lab.pretrain.saved_runs import SavedRun, flip_bit, load_step, names, one_rank, save_step
 
 
 def attach_tokenizer(folder: Path) -> None:
@@ -63,12 +63,6 @@ def test_the_last_saved_are_kept_and_loaded(tmp_path):
         save_step(folder, 5, keep_last=1)
         assert names(folder) == ["step-00000000", "step-00000005"]
         assert load_step(elsewhere) == 1
-
-
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
