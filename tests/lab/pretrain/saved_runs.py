@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from sdp4bit import ReplicaMismatchError
 from sdp4bit_lab.common.ranks import Ranks
 from sdp4bit_lab.pretrain.checkpoint import Checkpointer
 from sdp4bit_lab.pretrain.checkpoint_files import LOCK, Progress, RunRecord
@@ -36,6 +37,8 @@ class Communication:
         self.state: dict[str, Any] = {"steps": step, "replica": {"a.b": torch.full((3,), float(step))}}
 
     def audit(self) -> bool:
+        if self.state.get("differs"):
+            raise ReplicaMismatchError
         return True
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
+from sdp4bit import ReplicaMismatchError
 from sdp4bit_lab.common.files import SUMS, write_sums
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain import checkpoint_files
@@ -261,6 +262,15 @@ def test_a_clock_that_goes_back_decides_nothing(tmp_path, monkeypatch):
             path = save_step(tmp_path, step, keep_last=2)
             assert find_checkpoints(tmp_path)[0] == path and load_step(tmp_path) == step
         assert names(tmp_path) == ["step-00000009", "step-00000012"]
+
+
+def test_copies_that_differ_are_not_saved(tmp_path):
+    with one_rank():
+        run = SavedRun(tmp_path, step=1)
+        run.communication.state["differs"] = True
+        with pytest.raises(ReplicaMismatchError):
+            run.save()
+    assert names(tmp_path) == []
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path, monkeypatch):
