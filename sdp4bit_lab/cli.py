@@ -72,6 +72,7 @@ class Command:
         if {"--help", "-h", "--help-all"} & set(options):
             shown = () if "--help-all" in options else self.shown
             print(format_help(settings, prog=prog, description=self.description, shown=shown), end="")
+            sys.stdout.flush()
             raise SystemExit(0)
         if "yaml" in self.packages:
             from sdp4bit_lab.common.config_file import expand_config_file
@@ -254,30 +255,43 @@ def _report(config: ReportConfig) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 0, 2 for a wrong setting, 1 or 128 + signal for a failed run."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run a command; return 0, 2 for a wrong setting, 1, 3 or 128 + signal for a failed run."""
+    try:
+        code = _main(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        from sdp4bit_lab.common.failures import outcome
+
+        ending = outcome(error)
+        if ending is None:
+            raise
+        print(f"sdp4bit: error: {ending[0]}", file=sys.stderr)
+        return ending[1]
+
+
+def _main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["--version"]:
         print(f"sdp4bit {__version__}")
         return 0
     if arguments and arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0
-    from sdp4bit_lab.common.settings import EXIT_SETTING, SettingError
+    from sdp4bit_lab.common.settings import SettingError
 
-    try:
-        if not arguments:
-            raise SettingError(f"no command given: use one of {', '.join(COMMANDS)}")
-        if arguments[0] not in COMMANDS:
-            near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
-            raise SettingError(f"{arguments[0]!r} is not a command: {hint}")
-        command = COMMANDS[arguments[0]]
-        return command.run(command.parse(arguments[1:]))
-    except SettingError as error:
-        print(f"sdp4bit: error: {error}", file=sys.stderr)
-        return EXIT_SETTING
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    if not arguments:
+        raise SettingError(f"no command given: use one of {', '.join(COMMANDS)}")
+    if arguments[0] not in COMMANDS:
+        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
+        raise SettingError(f"{arguments[0]!r} is not a command: {hint}")
+    command = COMMANDS[arguments[0]]
+    return command.run(command.parse(arguments[1:]))
 
 
 def _overview() -> str:

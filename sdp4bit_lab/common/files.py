@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ from sdp4bit_lab.common.settings import SettingError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SUMS = "SHA256SUMS"
+"""File with the checksums of the other files of a folder, as `sha256sum` writes it."""
 _WIDTH = 80
 _QUIET_SECONDS = 5.0
 
@@ -86,3 +90,43 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Return the checksum of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_sums(folder: Path, *, known: Mapping[str, str] | None = None) -> None:
+    """Write SHA256SUMS for all files of a folder, except for known sums, which are not computed again."""
+    sums = {path.name: sha256(path) for path in folder.iterdir() if path.name not in (known or {})}
+    sums.update(known or {})
+    (folder / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+
+
+def read_sums(folder: Path, *, needed: Iterable[str]) -> dict[str, str]:
+    """Read SHA256SUMS; ValueError if it is missing, damaged or lacks a needed file."""
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"{SUMS} cannot be read ({error.strerror})") from None
+    matches = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
+    sums = {match[2]: match[1] for match in matches if match}
+    if None in matches or not set(needed) <= set(sums):
+        raise ValueError(f"{SUMS} is not a list of this folder's files")
+    return sums
+
+
+def check_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Compare files with their checksums; ValueError names the first that differs or cannot be read."""
+    for name, expected in sums.items():
+        try:
+            found = sha256(folder / name)
+        except OSError as error:
+            raise ValueError(f"{name} cannot be read ({error.strerror})") from None
+        if found != expected:
+            raise ValueError(f"the checksum of {name} differs from {SUMS}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.errors import ExchangeError, comm_error_context, is_communication_failure
+from sdp4bit_lab.common.failures import as_run_error, is_failure, one_line
 from sdp4bit_lab.common.launch.store import join_store
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.settings import RunError
 
 T = TypeVar("T")
 
@@ -33,6 +35,8 @@ class Ranks:
     device: torch.device
     job: str | None = None
     """Job name that survives restarts by torchrun; None without a launcher."""
+    job_store: Store | None = None
+    """Keys that survive these restarts; None without a launcher."""
 
     @property
     def is_first(self) -> bool:
@@ -67,17 +71,30 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     store: Store = HashStore()
     job: str | None = None
-    if not alone:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-        store, job = join_store(store, rank=rank, world_size=world_size, timeout=timeout)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    job_store: Store | None = None
+    begin = time.monotonic()
+    try:
+        if not alone:
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            job_store = PrefixStore("sdp4bit job", store)
+            store, job = join_store(store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        if isinstance(error, ExchangeError) or not is_communication_failure(error):
+            raise
+        seconds = time.monotonic() - begin
+        raise ExchangeError(
+            f"start of the ranks: rank {rank} has waited {seconds:.1f} s for the other {world_size - 1} "
+            f"({one_line(error)[:300]}). Check their errors, or raise the timeout",
+            seconds=seconds,
+        ) from error
     try:
         yield Ranks(
             rank=rank,
@@ -86,6 +103,7 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
             local_world_size=local_world_size,
             device=device,
             job=job,
+            job_store=job_store,
         )
     finally:
         dist.destroy_process_group()
@@ -95,24 +113,25 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     """Run `work` on every rank and return its local result, or fail on all ranks.
 
     Raises:
-        SettingError: on all ranks, if any rank raised it.
+        RunError: on all ranks, if any rank raised it, or an error that is reported in one line.
         RuntimeError: on all ranks, if any rank raised something else.
     """
     result: T
-    failure: tuple[bool, str] | None = None
-    cause: Exception | None = None
+    failure: tuple[type[RunError] | None, str] | None = None
+    cause: BaseException | None = None
     try:
         result = work()
-    except Exception as error:  # the other ranks must not wait for this one
-        cause = error
-        is_setting = isinstance(error, SettingError)
-        failure = (is_setting, str(error) if is_setting else f"{type(error).__name__}: {error}")
+    except BaseException as error:  # the other ranks must not wait for this one
+        if not is_failure(error):
+            raise
+        cause, expected = error, as_run_error(error)
+        failure = (None, f"{type(error).__name__}: {error}")
+        if expected is not None:
+            failure = (type(expected), str(expected))
     for rank, other in enumerate(gather_over_ranks(failure, what="agreement on errors")):
         if other is not None:
-            is_setting, message = other
-            raise (
-                SettingError(message) if is_setting else RuntimeError(f"rank {rank}: {message}")
-            ) from cause
+            kind, message = other
+            raise (RuntimeError(f"rank {rank}: {message}") if kind is None else kind(message)) from cause
     return result
 
 

@@ -12,12 +12,24 @@ except ModuleNotFoundError:
     if not TYPE_CHECKING:
         from types import SimpleNamespace as arg
 
-EXIT_SETTING = 2
-"""Exit code for a wrong setting."""
+EXIT_FAILED, EXIT_SETTING, EXIT_DIVERGED = 1, 2, 3
+"""Exit codes; docs/faults.md lists their causes."""
 
 
-class SettingError(Exception):
+class RunError(Exception):
+    """End a run with one line and an exit code, on all ranks."""
+
+    exit_code = EXIT_SETTING
+
+
+class SettingError(RunError):
     """Report an invalid setting and its remedy; not a ValueError, which tyro would reword."""
+
+
+class TrainingDivergedError(RunError):
+    """Report a loss, gradients or weights that are NaN or infinite."""
+
+    exit_code = EXIT_DIVERGED
 
 
 def require(condition: bool, message: str) -> None:

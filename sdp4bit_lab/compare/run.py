@@ -10,10 +10,9 @@ import torch
 from rich.console import Console
 
 from sdp4bit_lab.common.files import note
-from sdp4bit_lab.common.launch.local import EXIT_FAILED
 from sdp4bit_lab.common.launch.signals import received
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, run_on_all_ranks
-from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.common.settings import EXIT_FAILED, SettingError, require
 from sdp4bit_lab.compare.config import CompareConfig
 from sdp4bit_lab.compare.finished_run import FinishedRun, run_settings
 from sdp4bit_lab.compare.jobs import Job, train, train_at_once

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.stateful import Stateful
 
+from sdp4bit import CommHandle
 from sdp4bit.collectives.errors import comm_error_context, job_timeout
+from sdp4bit_lab.common.failures import free_bytes
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.checkpoint_files import (
@@ -32,10 +34,12 @@ from sdp4bit_lab.pretrain.checkpoint_files import (
     RunRecord,
     find_checkpoints,
     first_failure,
+    lock_folder,
     open_checkpoint,
     read_tensors,
 )
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
+from sdp4bit_lab.pretrain.model.tensor_parallel import local_part
 
 T = TypeVar("T")
 
@@ -68,7 +72,7 @@ class Checkpointer:
         *,
         models: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
-        communication: Stateful,
+        communication: CommHandle,
         per_rank: Mapping[str, Stateful],
         config: CheckpointConfig,
         record: RunRecord,
@@ -83,6 +87,9 @@ class Checkpointer:
             per_rank: further state of this rank, such as random generators.
             record: description of the run, compared with that of a loaded checkpoint.
             attach: writes further files, such as the tokenizer, into a checkpoint's folder on rank 0.
+
+        Raises:
+            SettingError: on all ranks: another run saves into the folder.
         """
         self._models, self._optimizer, self._communication = models, optimizer, communication
         self._names = {p: name for model in models for name, p in model.named_parameters()}
@@ -100,7 +107,9 @@ class Checkpointer:
                 use_non_blocking_copy=on_cuda,
             )
         )
+        self._lock: TextIO | None = None
         if config.save is not None:
+            run_on_all_ranks(self._lock_folder)
             if ranks.is_first:
                 for leftover in config.save.glob(".step-*.partial"):  # of runs that were killed
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -110,19 +119,38 @@ class Checkpointer:
                 backend="gloo", timeout=job_timeout(), group_desc="sdp4bit checkpoints"
             )
 
+    def _lock_folder(self) -> None:
+        if self._ranks.is_first and self._config.save is not None:
+            self._lock = lock_folder(self._config.save)
+
     # -- saving ----------------------------------------------------------------------------------------
 
+    def first_not_finite(self) -> str | None:
+        """Return the name of a weight that is NaN or infinite on any rank; None if all are finite."""
+        weights = self._model_tensors()
+        finite = torch.stack([local_part(value).isfinite().all() for value in weights.values()]).tolist()
+        wrong = next((name for name, right in zip(weights, finite, strict=True) if not right), None)
+        found = gather_over_ranks(wrong, what="check of the weights to save")
+        return next((f"{name} on rank {rank}" for rank, name in enumerate(found) if name is not None), None)
+
     def save(self, *, progress: Progress) -> None:
-        """Save the state on all ranks; CheckpointError if this save or the previous one failed."""
+        """Save the state on all ranks.
+
+        Raises:
+            CheckpointError: this save or the previous one failed.
+            ReplicaMismatchError: copies of the weights differ. A run that loads the checkpoint would have
+                equal copies, so that no later audit could find the difference.
+        """
         self.wait()
+        self._communication.audit()
         record = replace(self._record, progress=progress, saved_at=time.time())
         tensors = self._state()
+        if self._config.async_save:
+            # Copy to host memory, because the next step changes the tensors.
+            tensors = cast(dict[str, Tensor], self._stager.stage(tensors))
+        self._pending = self._executor.submit(self._write, tensors, record)
         if not self._config.async_save:
-            self._write(tensors, record)
-            return
-        # Copy to host memory, because the next step changes the tensors.
-        staged = cast(dict[str, Tensor], self._stager.stage(tensors))
-        self._pending = self._executor.submit(self._write, staged, record)
+            self.wait()
 
     def _write(self, tensors: dict[str, Tensor], record: RunRecord) -> None:
         assert self._config.save is not None
@@ -134,9 +162,9 @@ class Checkpointer:
         try:
             save_state(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         except CheckpointException as error:
+            free = free_bytes(self._config.save)
             if self._ranks.is_first:
                 shutil.rmtree(writer.working, ignore_errors=True)
-            free = shutil.disk_usage(self._config.save).free if self._config.save.is_dir() else 0
             raise CheckpointError(
                 f"the checkpoint of step {step} was not saved: {first_failure(error)}; {free:,} bytes are "
                 f"free in {self._config.save}. Older checkpoints are unchanged"
@@ -175,6 +203,8 @@ class Checkpointer:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+        if self._lock is not None:
+            self._lock.close()
 
     # -- loading ---------------------------------------------------------------------------------------
 

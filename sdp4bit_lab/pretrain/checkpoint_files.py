@@ -2,7 +2,8 @@
 
     step-00000500/             complete: renamed to this after all of its files are on disk
         __0_0.distcp, ...      tensors, written by torch.distributed.checkpoint, one file per rank
-        .metadata              location of each tensor
+        tensors.json           location of each tensor
+        .metadata              the same as a pickle for PyTorch's tools; never read here
         run.json               description of the run and its progress
         tokenizer.json
         SHA256SUMS             of all other files; checked when loading, or by `sha256sum -c SHA256SUMS`
@@ -14,58 +15,52 @@ layout loads. Other values are JSON in a byte tensor, because torch.distributed.
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import io
 import json
 import math
-import pickle
+import os
 import re
 import shutil
+import socket
+import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import WriteResult
 
-from sdp4bit_lab.common.files import sync
+from sdp4bit_lab.common.failures import one_line
+from sdp4bit_lab.common.files import SUMS, check_sums, note, read_sums, sha256, sync, write_sums
 from sdp4bit_lab.common.ranks import broadcast_from_rank0, gather_over_ranks
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.settings import RunError, SettingError
 
-RECORD, SUMS, TOKENIZER, METADATA = "run.json", "SHA256SUMS", "tokenizer.json", ".metadata"
+RECORD, TENSORS, TOKENIZER, LOCK = "run.json", "tensors.json", "tokenizer.json", ".lock"
+_LOCK_SECONDS = 3.0
+"""Time for the ranks of a killed run to end."""
 # While a checkpoint of the same step is replaced, the old one briefly has a dotted name.
 _COMPLETE = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
-_CLASSES = (
-    dcp_metadata.ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    dcp_metadata.StorageMeta,
-    dcp_metadata.TensorProperties,
-    TensorStorageMetadata,
-    dcp_metadata._MEM_FORMAT_ENCODING,
-    _StorageInfo,
-    torch.Size,
-)
-_ALLOWED: dict[tuple[str, str], object] = {
-    **{(kind.__module__, kind.__name__): kind for kind in _CLASSES},
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    # Looks up a layout in a table; the layout of a tensor is pickled as a call of it.
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-}
 
 
-class CheckpointError(Exception):
+class CheckpointError(RunError):
     """Report a failed save in one line: cause and remedy."""
 
 
@@ -98,8 +93,10 @@ class RunRecord:
     """Distribution of model and data over the ranks."""
     job: str | None = None
     """Job name that survives restarts by torchrun; None without a launcher."""
+    serial: int = 0
+    """Number of the checkpoint in its folder; the latest continues the run, whatever its step or the time."""
     saved_at: float = 0.0
-    """Unix time; the latest checkpoint continues the run, whatever its step."""
+    """Unix time."""
     progress: Progress = field(default_factory=Progress)
 
     @staticmethod
@@ -108,9 +105,10 @@ class RunRecord:
         try:
             values = json.loads((folder / RECORD).read_bytes())
             record = RunRecord(**{**values, "progress": Progress(**values["progress"])})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{RECORD} cannot be read ({error})") from None
-        numbers = (record.world_size, record.vocabulary_size, record.progress.step, record.progress.samples)
+        progress = record.progress
+        numbers = (record.world_size, record.vocabulary_size, record.serial, progress.step, progress.samples)
         if not isinstance(record.shape, dict) or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError(f"{RECORD} has sizes or steps that are not numbers")
         return record
@@ -130,23 +128,23 @@ class CheckpointWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
         for name in {result.storage_data.relative_path for result in written.wait()}:
-            (self.working / f"{name}.sha256").write_text(_sha256(self.working / name))
+            (self.working / f"{name}.sha256").write_text(sha256(self.working / name))
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint on rank 0, after all ranks have written their files."""
         super().finish(metadata, results)
         working = self.working
-        (working / RECORD).write_text(json.dumps(asdict(self._record), indent=2) + "\n")
+        (working / TENSORS).write_text(json.dumps(_described(metadata)) + "\n")
+        serial = 1 + max((_serial(path) for path in find_checkpoints(self.folder)), default=0)
+        record = replace(self._record, serial=serial)
+        (working / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
         if self._attach is not None:
             self._attach(working)
-        sums = {path.stem: path.read_text() for path in working.glob("*.sha256")}
-        for path in [*working.iterdir()]:
-            if path.suffix == ".sha256":
-                path.unlink()
-            elif path.name not in sums:
-                sums[path.name] = _sha256(path)
-        (working / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+        known = {path: path.read_text() for path in working.glob("*.sha256")}
+        for path in known:
+            path.unlink()
+        write_sums(working, known={path.stem: value for path, value in known.items()})
         for path in (*working.iterdir(), working):
             sync(path)
         target = self.folder / f"step-{self._record.progress.step:08d}"
@@ -164,17 +162,39 @@ class CheckpointWriter(FileSystemWriter):
                 if not path.is_symlink():  # a link may point anywhere
                     _delete(path)
 
-    def storage_meta(self) -> dcp_metadata.StorageMeta | None:
+    def storage_meta(self) -> StorageMeta | None:
         """Record no location, so that the checkpoint can be moved."""
-        return dcp_metadata.StorageMeta()
+        return StorageMeta()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+def lock_folder(folder: Path) -> TextIO:
+    """Reserve a folder for the saves of this process, until it closes the returned file or exits.
+
+    Raises:
+        SettingError: another process holds the lock; names its host and number.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK).open("a+", encoding="utf-8")
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise SettingError(
+                    f"--save {folder}: another run saves here ({file.read().strip()}). End it, or give "
+                    "another folder"
+                ) from None
+            time.sleep(0.1)
+        except OSError as error:
+            note(f"warning: {folder} cannot be locked ({error.strerror}): start only one run that saves here")
+            return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
 
 
 def _delete(path: Path) -> None:
@@ -187,20 +207,20 @@ def _delete(path: Path) -> None:
 def first_failure(error: CheckpointException) -> str:
     """Return the cause on the lowest failed rank, in one line."""
     rank, (cause, _) = min(error.failures.items())
-    return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
+    return f"rank {rank}: {type(cause).__name__}: {one_line(cause)}"
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a folder, latest first, damaged ones last."""
-
-    def saved_at(path: Path) -> tuple[float, str]:
-        try:
-            return RunRecord.read(path).saved_at, path.name
-        except ValueError:
-            return 0.0, path.name
-
     paths = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(paths, key=saved_at, reverse=True)
+    return sorted(paths, key=lambda path: (_serial(path), path.name), reverse=True)
+
+
+def _serial(path: Path) -> int:
+    try:
+        return RunRecord.read(path).serial
+    except ValueError:
+        return -1
 
 
 def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
@@ -212,7 +232,12 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
         SettingError: on all ranks: no intact checkpoint.
     """
     is_single = (folder / SUMS).is_file() or (_COMPLETE.fullmatch(folder.name) and folder.is_dir())
-    candidates = broadcast_from_rank0(lambda: [folder] if is_single else find_checkpoints(folder))
+    # Those with a damaged record first, because any of them may be the newest.
+    candidates = broadcast_from_rank0(
+        lambda: (
+            [folder] if is_single else sorted(find_checkpoints(folder), key=lambda path: _serial(path) >= 0)
+        )
+    )
     if not candidates:
         raise SettingError(f"--load {folder}: no checkpoint found (no step- folder)")
     damaged: list[str] = []
@@ -240,57 +265,25 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
 def _open_intact(path: Path) -> tuple[RunRecord, CheckpointReader]:
     """Check this rank's share of the files and read the metadata; ValueError names the damage."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    try:
-        sums = _read_sums(path)
-        for name in sorted(sums)[rank::size]:
-            if _sha256(path / name) != sums[name]:
-                raise ValueError(f"the checksum of {name} differs from {SUMS}")
-    except OSError as error:
-        raise ValueError(f"{Path(error.filename or path).name} cannot be read ({error.strerror})") from None
+    sums = read_sums(path, needed=(TENSORS, RECORD))
+    check_sums(path, {name: sums[name] for name in sorted(sums)[rank::size]})
     return RunRecord.read(path), CheckpointReader(path)
-
-
-def _read_sums(path: Path) -> dict[str, str]:
-    matches = [
-        re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
-        for line in (path / SUMS).read_text(encoding="utf-8").splitlines()
-    ]
-    if None in matches or not {METADATA, RECORD} <= {match[2] for match in matches if match}:
-        raise ValueError(f"{SUMS} is not a list of this checkpoint's files")
-    return {match[2]: match[1] for match in matches if match}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickle torch.distributed.checkpoint's metadata; reject any other name."""
-
-    def find_class(self, module: str, name: str, /) -> object:
-        try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(
-                f"{module}.{name} is not allowed in checkpoint metadata and was not executed"
-            ) from None
 
 
 class CheckpointReader(FileSystemReader):
     """Read a folder with verified checksums and metadata."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the metadata without executing code; ValueError if it is invalid."""
+        """Read the locations of the tensors; ValueError if they are invalid."""
         super().__init__(folder)
         try:
-            with (folder / METADATA).open("rb") as file:
-                self.metadata: Metadata = _MetadataUnpickler(file).load()
-            sound = _is_sound(self.metadata, {path.name: path.stat().st_size for path in folder.iterdir()})
-        except OSError as error:
-            raise ValueError(f"{METADATA} cannot be read ({error.strerror})") from None
-        except Exception as error:  # a pickle can fail in any way
-            raise ValueError(f"{METADATA} was not written by this program ({error})") from error
-        if not sound:
-            raise ValueError(f"{METADATA} does not describe the files of this checkpoint")
+            sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+            self.metadata = _metadata(json.loads((folder / TENSORS).read_bytes()), sizes)
+        except Exception as error:  # untrusted content can have any form
+            raise ValueError(f"{TENSORS} does not describe the files of this checkpoint ({error})") from None
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        cast(dcp_metadata.StorageMeta, self.metadata.storage_meta).load_id = self.load_id
+        cast(StorageMeta, self.metadata.storage_meta).load_id = self.load_id
         return self.metadata
 
     @property
@@ -298,23 +291,41 @@ class CheckpointReader(FileSystemReader):
         return cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
 
 
-def _is_sound(content: Metadata, sizes: Mapping[str, int]) -> bool:
-    """Return whether the metadata describes complete tensors inside files of these sizes."""
-    if not isinstance(content, Metadata) or not isinstance(content.storage_meta, dcp_metadata.StorageMeta):
-        return False
-    for name, tensor in content.state_dict_metadata.items():
-        if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata):
-            return False
-        covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-        if covered != math.prod(tensor.size) or not isinstance(tensor.properties.dtype, torch.dtype):
-            return False
-        if any(MetadataIndex(name, chunk.offsets) not in content.storage_data for chunk in tensor.chunks):
-            return False
-    return bool(content.storage_data) and all(
-        not getattr(info, "transform_descriptors", None)
-        and 0 <= info.offset <= info.offset + info.length <= sizes.get(info.relative_path, -1)
-        for info in content.storage_data.values()
-    )
+def _described(metadata: Metadata) -> dict[str, Any]:
+    """Return the content of tensors.json: of each tensor dtype, size, and its chunks with their places."""
+    tensors = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
+    places = cast(dict[MetadataIndex, _StorageInfo], metadata.storage_data)
+
+    def described(name: str, chunk: ChunkStorageMetadata) -> list[object]:
+        place = places[MetadataIndex(name, chunk.offsets)]
+        return [list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length]
+
+    return {
+        name: {
+            "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+            "size": list(tensor.size),
+            "chunks": [described(name, chunk) for chunk in tensor.chunks],
+        }
+        for name, tensor in tensors.items()
+    }
+
+
+def _metadata(described: Mapping[str, Any], sizes: Mapping[str, int]) -> Metadata:
+    """Return the metadata of complete tensors inside files of these sizes; raises if there are others."""
+    tensors: dict[str, Any] = {}
+    places = {}
+    for name, tensor in described.items():
+        size, chunks, dtype = torch.Size(tensor["size"]), [], getattr(torch, tensor["dtype"])
+        for offsets, lengths, file, start, length in tensor["chunks"]:
+            if not 0 <= start <= start + length <= sizes.get(file, -1):
+                raise ValueError(f"{name}: bytes {start} to {start + length} of {file}")
+            chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(lengths)))
+            places[MetadataIndex(name, chunks[-1].offsets)] = _StorageInfo(file, start, length)
+        covered = sum(math.prod(chunk.sizes) for chunk in chunks)
+        if covered != math.prod(size) or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name}: {covered} of {math.prod(size)} values of type {dtype}")
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
 
 
 class _TensorLoadPlanner(DefaultLoadPlanner):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rich.console import Console
 
 from sdp4bit.traffic import format_bytes
+from sdp4bit_lab.common.failures import failed_write
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
@@ -84,6 +88,9 @@ class MetricsWriter:
         self._description = description
         self._console = console or Console()
         self._spikes = SpikeDetector()
+        self.failure: str | None = None
+        """Description of the first failed write, after which nothing more is written."""
+        self._log = config.out / "metrics.jsonl"
         self._lines: TextIO | None = None
         if config.jsonl:
             earlier = _earlier_events(config, first_step=first_step, validation_due=validation_due)
@@ -91,9 +98,8 @@ class MetricsWriter:
                 if event["event"] == "train":
                     norm = event.get("grad_norm")
                     self._spikes.observe(event["step"], math.nan if norm is None else norm)
-            path = config.out / "metrics.jsonl"
-            write_atomically(path, "".join(json.dumps(event) + "\n" for event in earlier))
-            self._lines = path.open("a", encoding="utf-8")
+            write_atomically(self._log, "".join(json.dumps(event) + "\n" for event in earlier))
+            self._lines = self._log.open("a", encoding="utf-8")
         # W&B first, because it copies only the events of TensorBoard writers created later.
         self._wandb = _start_wandb(config)
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
@@ -101,11 +107,18 @@ class MetricsWriter:
 
     def close(self) -> None:
         if self._lines is not None:
-            self._lines.close()
+            self._attempt(self._lines.close, path=self._log)
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            self._attempt(self._tensorboard.close, path=_events_folder(self._config))
         if self._wandb is not None:
             self._wandb.finish()
+
+    def _attempt(self, write: Callable[[], object], *, path: Path) -> None:
+        """Write, and note a failure for the ranks to agree on: this one alone must not leave the run."""
+        try:
+            write()
+        except OSError as error:
+            self.failure = self.failure or failed_write(path, error)
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Write a step to all outputs; at every log interval, print the means since the last line."""
@@ -182,15 +195,18 @@ class MetricsWriter:
         self._write_scalars(event, numbers, step=metrics.step)
 
     def _write_line(self, event: str, values: Mapping[str, object]) -> None:
-        if self._lines is not None:
-            self._lines.write(json.dumps({"event": event, **values}) + "\n")
-            self._lines.flush()
+        if self._lines is not None and not self.failure:
+            self._attempt(
+                partial(print, json.dumps({"event": event, **values}), file=self._lines, flush=True),
+                path=self._log,
+            )
 
     def _write_scalars(self, event: str, values: Mapping[str, object], *, step: int) -> None:
-        if self._tensorboard is not None:
+        if self._tensorboard is not None and not self.failure:
             for name, value in values.items():
                 if value is not None:
-                    self._tensorboard.add_scalar(f"{event}/{name}", value, step)
+                    add = partial(self._tensorboard.add_scalar, f"{event}/{name}", value, step)
+                    self._attempt(add, path=_events_folder(self._config))
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
@@ -224,8 +240,18 @@ def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> SummaryWri
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    folder = config.tensorboard_dir or config.out / "tensorboard"
-    return SummaryWriter(str(folder), purge_step=first_step + 1)
+    # Its thread keeps an error for the next call, which `MetricsWriter` reports.
+    threading.excepthook = partial(_report_error_of_thread, threading.excepthook)
+    return SummaryWriter(str(_events_folder(config)), purge_step=first_step + 1)
+
+
+def _events_folder(config: LoggingConfig) -> Path:
+    return config.tensorboard_dir or config.out / "tensorboard"
+
+
+def _report_error_of_thread(report: Callable[[Any], object], arguments: threading.ExceptHookArgs) -> None:
+    if type(arguments.thread).__name__ != "_AsyncWriterThread":
+        report(arguments)
 
 
 def _start_wandb(config: LoggingConfig) -> Any:  # wandb has no types here

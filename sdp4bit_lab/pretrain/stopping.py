@@ -12,6 +12,8 @@ from sdp4bit_lab.common.launch.signals import SIGNALS, received
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 
 _INTERVAL, _DURATION, _FIRST_SIGNAL = 1, 2, 3
+OUTPUT_FAILED = _FIRST_SIGNAL + len(SIGNALS)
+"""Stop code of a rank that cannot write its output; larger than those of all requests."""
 
 
 class StopRequests:

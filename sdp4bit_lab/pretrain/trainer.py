@@ -17,8 +17,8 @@ import sdp4bit
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.launch.signals import listening
-from sdp4bit_lab.common.ranks import Ranks, run_on_all_ranks
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, run_on_all_ranks
+from sdp4bit_lab.common.settings import RunError, SettingError, TrainingDivergedError
 from sdp4bit_lab.common.strategies import STRATEGIES
 from sdp4bit_lab.pretrain.checkpoint import Checkpointer, Start, choose_start
 from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, Progress, RunRecord
@@ -32,13 +32,9 @@ from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
 from sdp4bit_lab.pretrain.step.parallelize import build_model, dtype_of, lay_out
 from sdp4bit_lab.pretrain.step.simulated_model import build_simulated_model
-from sdp4bit_lab.pretrain.stopping import StopRequests
+from sdp4bit_lab.pretrain.stopping import OUTPUT_FAILED, StopRequests
 
 FINAL_STEPS = 20
-
-
-class TrainingDivergedError(RuntimeError):
-    """Report a loss that is NaN or infinite."""
 
 
 @dataclass(kw_only=True)
@@ -53,7 +49,7 @@ class TrainingResult:
     stopped: str | None = None
     """Reason for stopping before the last step; None for a complete run."""
     diverged_at: int | None = None
-    """Step at which the loss became NaN or infinite; None if it did not."""
+    """Step at which the loss or its gradient became NaN or infinite; None if it did not."""
     test_loss: float | None = None
     """Loss on the test split after the last step, if there is one."""
 
@@ -102,8 +98,11 @@ def pretrain(
     Raises:
         SettingError: on all ranks, before the first step.
         CheckpointError: on all ranks, after the step in which a failed save is noticed.
+        RunError: on all ranks, after a step in which rank 0 could not write into --out.
+        ReplicaMismatchError: on all ranks, if an audit finds a difference.
         TrainingDivergedError: on all ranks, if the loss diverges, unless keep_diverged.
     """
+    _refuse_third_divergence(ranks)
     check_same_settings(config)
     config.check_layout(ranks.world_size)
     run = build_run(config, ranks=ranks, label=label or config.strategy_name)
@@ -203,12 +202,25 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
     result.stopped = stops.before_first_step()
     if loop.progress.validation_due and not result.stopped:
         _validate(run, writer)
-    for metrics in () if result.stopped else loop.steps(stop_code=stops.code):
+
+    def stop_code(step: int) -> int:
+        return OUTPUT_FAILED if writer.failure else stops.code(step)
+
+    for metrics in () if result.stopped else loop.steps(stop_code=stop_code):
         result.steps.append(metrics)
         writer.log_step(metrics)
         _report_communication(loop, writer)
         is_last = metrics.step == config.training.steps
+        if loop.stop_code == OUTPUT_FAILED:
+            break
         result.stopped = None if is_last else stops.reason(loop.stop_code)
+        saves = config.checkpoint.is_due(metrics.step, is_last=is_last or bool(result.stopped))
+        if problem := _find_divergence(metrics, checkpointer if saves else None):
+            checkpointer.wait()  # for the save of an earlier step
+            if not keep_diverged:
+                raise _diverged(problem, step=metrics.step, ranks=loop.ranks)
+            result.diverged_at = metrics.step
+            break
         evaluates = is_last or metrics.step % config.training.eval_interval == 0
         if evaluates and not result.stopped:
             _validate(run, writer)
@@ -217,17 +229,40 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
             result.test_loss = test.loss
             writer.log_validation(test, event="test")
         checkpointer.poll()
-        if config.checkpoint.is_due(metrics.step, is_last=is_last or bool(result.stopped)):
+        if saves:
             left_out = evaluates and bool(result.stopped)
             checkpointer.save(progress=replace(loop.progress, validation_due=left_out))
         if result.stopped:
             break
-        if not math.isfinite(metrics.loss):
-            if not keep_diverged:
-                raise TrainingDivergedError(f"the loss is {metrics.loss} at step {metrics.step}: lower --lr")
-            result.diverged_at = metrics.step
-            break
     checkpointer.close()
+    for failure in gather_over_ranks(writer.failure, what="outcome of the output"):
+        if failure is not None:
+            raise RunError(failure)
+
+
+def _find_divergence(metrics: StepMetrics, checkpointer: Checkpointer | None) -> str | None:
+    """Describe a result of this step that is not finite, or a weight that would be saved."""
+    if not math.isfinite(metrics.loss + metrics.grad_norm):
+        return f"the loss is {metrics.loss} and its gradient norm {metrics.grad_norm}"
+    wrong = None if checkpointer is None else checkpointer.first_not_finite()
+    return None if wrong is None else f"{wrong} is not finite"
+
+
+def _diverged(problem: str, *, step: int, ranks: Ranks) -> TrainingDivergedError:
+    """Return the error of a divergence; a second one at the same step ends the job."""
+    error = TrainingDivergedError(
+        f"{problem} at step {step}: lower --lr. Checkpoints of earlier steps are unchanged"
+    )
+    if ranks.is_first and ranks.job_store is not None and ranks.job_store.add(f"diverged {step}", 1) > 1:
+        ranks.job_store.set("diverged", str(error))
+    return error
+
+
+def _refuse_third_divergence(ranks: Ranks) -> None:
+    """Raise TrainingDivergedError if a restart by torchrun would repeat the divergence of two before."""
+    store = ranks.job_store
+    if store is not None and store.check(["diverged"]):
+        raise TrainingDivergedError(f"this job has diverged twice: {store.get('diverged').decode()}")
 
 
 def _validate(run: Run, writer: MetricsWriter) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pkgutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from multiprocessing.context import SpawnProcess
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from sdp4bit.collectives.errors import ExchangeError
+from sdp4bit.collectives.errors import is_communication_failure
+from sdp4bit_lab.common.failures import outcome
 from sdp4bit_lab.common.files import note
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.launch.signals import (
@@ -30,9 +32,9 @@ from sdp4bit_lab.common.launch.signals import (
     received,
 )
 from sdp4bit_lab.common.ranks import join_ranks
-from sdp4bit_lab.common.settings import EXIT_SETTING, SettingError
+from sdp4bit_lab.common.settings import EXIT_FAILED
 
-EXIT_FAILED = 1
+_HERE = "127.0.0.1"
 _POLL = 0.1
 _WAIT_FOR_OTHER_FAILURES = 0.3
 _WAIT_FOR_ROOT_CAUSE = 3.0
@@ -49,8 +51,8 @@ def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_
         leaves_early: whether the program stops by itself after a signal; if not, a signal kills the ranks.
 
     Returns:
-        0, also after stopping for SIGTERM or SIGUSR1; 130 after SIGINT; 1 or 2 after a failure; 128 + signal
-        if a signal killed the ranks.
+        0, also after stopping for SIGTERM or SIGUSR1; 130 after SIGINT; 1, 2 or 3 after a failure;
+        128 + signal if a signal killed the ranks.
 
     Raises:
         SettingError: the number of processes conflicts with other settings; nothing was started.
@@ -75,17 +77,21 @@ def _run_rank(program: str, config: object, timeout: timedelta, *, leaves_early:
                 listen()
             run(config, ranks=ranks)
             ignore()
-    except ExchangeError as error:
-        _report_error(f"{error} (--distributed-timeout-minutes)")
-        # Usually a peer's exit is the cause. The launcher reports the first exit it sees, so wait.
-        time.sleep(_WAIT_FOR_ROOT_CAUSE)
-        return EXIT_FAILED
-    except SettingError as error:
-        if rank:
+    except BaseException as error:
+        ending = outcome(error)
+        if ending is None:
+            raise
+        line, code = ending
+        is_effect = is_communication_failure(error)
+        if is_effect:
+            # Usually a peer's exit is the cause. The launcher reports the first exit it sees, so wait.
+            _report_error(line)
+        if rank or is_effect:
             # Rank 0 usually reports the same error, and the launcher then kills this process.
             time.sleep(_WAIT_FOR_ROOT_CAUSE)
-        _report_error(f"rank {rank}: {error}" if rank else str(error))
-        return EXIT_SETTING
+        if not is_effect:
+            _report_error(f"rank {rank}: {line}" if rank else line)
+        return code
     return 0
 
 
@@ -95,8 +101,12 @@ def _run_processes(program: str, config: object, timeout: timedelta, *, size: in
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
-    # Hosted here, so that no rank has to guess a free port.
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    # Hosted here, so that no rank has to guess a free port; on loopback, so that no other machine reaches it.
+    with socket.create_server((_HERE, 0)) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            _HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(
@@ -130,11 +140,18 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": _HERE,
         "MASTER_PORT": str(port),
         # The launcher hosts the store, so rank 0 must not.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
     }
+
+
+def _loopback() -> str:
+    """Return the name of the loopback interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "lo")
 
 
 def _run_process(
@@ -192,8 +209,9 @@ def _report_failure(processes: Sequence[SpawnProcess]) -> int:
     # Other ranks may fail at the same time, and one of them may be the cause.
     time.sleep(_WAIT_FOR_OTHER_FAILURES)
     failed = {**first, **_failed(processes)}
-    if EXIT_SETTING in failed.values():
-        return EXIT_SETTING  # already reported by the rank
+    reported = [code for code in failed.values() if code > EXIT_FAILED]
+    if reported:
+        return reported[0]  # the rank has printed the error
     # Prefer a rank killed by a signal: the others fail because of it.
     rank, code = min(failed.items(), key=lambda item: item[1] >= 0)
     ending = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

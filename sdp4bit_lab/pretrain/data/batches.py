@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens
 from sdp4bit_lab.pretrain.data.sample_index import IndexedSplit
 from sdp4bit_lab.pretrain.data.samples import Dataset, MockSplit, Samples, Split
-from sdp4bit_lab.pretrain.data.token_cache import fill_cache, open_cache
+from sdp4bit_lab.pretrain.data.token_cache import fill_cache, is_intact, open_cache
 from sdp4bit_lab.pretrain.model.tensor_parallel import IGNORED_TARGET
 
 T = TypeVar("T")
@@ -44,7 +43,7 @@ def prepare_dataset(config: DataConfig, *, ranks: Ranks) -> Dataset:
     if config.source == "indexed":
         key = _on_every_node(lambda: check_indexed(config), known=lambda key: False, ranks=ranks)
         return run_on_all_ranks(lambda: open_indexed(config, key=key))
-    folder = _on_every_node(lambda: fill_cache(config), known=Path.is_dir, ranks=ranks)
+    folder = _on_every_node(lambda: fill_cache(config), known=is_intact, ranks=ranks)
     return run_on_all_ranks(lambda: open_cache(folder, config=config))
 
 

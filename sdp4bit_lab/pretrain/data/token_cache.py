@@ -5,18 +5,21 @@ CACHE/text-KEY/
     validation.bin, validation.idx  held-out documents
     tokenizer.json                  their tokenizer
     settings.json                   hashed to KEY
+    SHA256SUMS                      checksums of all files above
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import warnings
 from itertools import islice
 from pathlib import Path
 
 import tokenizers
 
-from sdp4bit_lab.common.files import Progress, note
+from sdp4bit_lab.common.files import Progress, check_sums, note, read_sums, write_sums
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.corpus import CorpusSplit, split_corpus
@@ -33,7 +36,7 @@ _ENCODE_DOCUMENTS = 256
 
 
 def fill_cache(config: DataConfig) -> Path:
-    """Return the cache folder of the tokenized text, written if necessary.
+    """Return the cache folder of the tokenized text, written if necessary, or again if it is damaged.
 
     The folder appears atomically, even with concurrent writers.
 
@@ -53,17 +56,31 @@ def fill_cache(config: DataConfig) -> Path:
         settings["tokenizer"] = config.tokenizer.digest()
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
     folder = config.cache_folder() / f"text-{key}"
-    if folder.is_dir():
-        return folder
     try:
+        if folder.is_dir():
+            if is_intact(folder):
+                return folder
+            shutil.rmtree(folder)
         with complete_folder(folder) as working:
             _tokenize(split, config=config, folder=working)
             (working / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+            write_sums(working)
     except OSError as error:
         raise SettingError(
             f"cannot write the cache folder {folder} ({error}): set --data-cache-path"
         ) from error
     return folder
+
+
+def is_intact(folder: Path) -> bool:
+    """Return whether a cache folder exists with its checksums; warn of damage."""
+    try:
+        check_sums(folder, read_sums(folder, needed=(f"{TRAIN}.bin", f"{VALIDATION}.bin")))
+    except ValueError as error:
+        if folder.is_dir():
+            warnings.warn(f"sdp4bit: {folder} is damaged and written again: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def open_cache(folder: Path, *, config: DataConfig) -> Dataset:

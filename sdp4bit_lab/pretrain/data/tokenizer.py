@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.failures import is_failure, one_line
+from sdp4bit_lab.common.settings import SettingError, require
 from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 
 _TRAINING_CHARACTERS = 64 << 20
@@ -22,6 +24,9 @@ class BytePairTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, end_of_text: int | None = None) -> None:
         self._tokenizer = tokenizer
+        # Some files ask to cut and pad every text to a model's length; a corpus needs all of it.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self.end_of_text = end_of_text
         """Token that ends a document, if there is one."""
 
@@ -40,8 +45,9 @@ class BytePairTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> BytePairTokenizer:
-        """Load a tokenizer written by `save`."""
-        tokenizer = Tokenizer.from_file(str(path))
+        """Load a tokenizer written by `save`; SettingError if it is damaged."""
+        with _failing_as(f"{path} is not a tokenizer.json"):
+            tokenizer = Tokenizer.from_file(str(path))
         return cls(tokenizer, end_of_text=tokenizer.token_to_id(END_OF_TEXT))
 
     def save(self, path: Path) -> None:
@@ -58,7 +64,8 @@ class BytePairTokenizer:
 
     def encode(self, documents: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each document, without an end-of-text token."""
-        encodings = self._tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
+        with _failing_as("the tokenizer has failed on a document"):
+            encodings = self._tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_documents(self, documents: Sequence[str]) -> list[list[int]]:
@@ -86,22 +93,16 @@ def load_tokenizer(
     if tokenizer_model is not None:
         path = tokenizer_model / "tokenizer.json" if tokenizer_model.is_dir() else tokenizer_model
         _require_file("--tokenizer-model", path)
-        try:
+        with _failing_as(f"--tokenizer-model {path} is not a tokenizer.json"):
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises Exception itself
-            raise SettingError(f"--tokenizer-model {path} is not a tokenizer.json: {error}") from error
         ends = (*_named_end(path.with_name("tokenizer_config.json")), *_ENDS_OF_DOCUMENTS)
     else:
         assert vocab_file is not None and merge_file is not None
         _require_file("--vocab-file", vocab_file)
         _require_file("--merge-file", merge_file)
-        try:
+        with _failing_as(f"--vocab-file {vocab_file} and --merge-file {merge_file} are not GPT-2's"):
             # As in Megatron, <|endoftext|> inside a text is not a special token.
             tokenizer = _gpt2_tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
-        except Exception as error:  # the library raises Exception itself
-            raise SettingError(
-                f"--vocab-file {vocab_file} and --merge-file {merge_file} are not GPT-2's: {error}"
-            ) from error
         ends = _ENDS_OF_DOCUMENTS
     numbers = [tokenizer.token_to_id(name) for name in ((eod_token,) if eod_token else ends)]
     end_of_text = next((number for number in numbers if number is not None), None)
@@ -109,7 +110,21 @@ def load_tokenizer(
         raise SettingError(
             f"--eod-token {eod_token} is not among the tokenizer's {tokenizer.get_vocab_size()} tokens"
         )
-    return BytePairTokenizer(tokenizer, end_of_text=end_of_text)
+    loaded = BytePairTokenizer(tokenizer, end_of_text=end_of_text)
+    size = loaded.vocabulary_size
+    require(size <= 1 << 20, f"the tokenizer's largest token is {size - 1:,}; at most 2**20 - 1 is supported")
+    return loaded
+
+
+@contextmanager
+def _failing_as(message: str) -> Iterator[None]:
+    """Turn errors of the package `tokenizers`, which raises Exception or panics, into a SettingError."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise SettingError(f"{message}: {one_line(error)}") from error
 
 
 def _named_end(config: Path) -> tuple[str, ...]:

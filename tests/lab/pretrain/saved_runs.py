@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from sdp4bit import ReplicaMismatchError
 from sdp4bit_lab.common.ranks import Ranks
 from sdp4bit_lab.pretrain.checkpoint import Checkpointer
-from sdp4bit_lab.pretrain.checkpoint_files import Progress, RunRecord
+from sdp4bit_lab.pretrain.checkpoint_files import LOCK, Progress, RunRecord
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 
 SHAPE = {"layers": 1, "hidden": 8, "heads": 2, "vocabulary": 128, "positions": 16, "dropout": 0.0}
@@ -34,6 +35,11 @@ class Communication:
 
     def __init__(self, step: int) -> None:
         self.state: dict[str, Any] = {"steps": step, "replica": {"a.b": torch.full((3,), float(step))}}
+
+    def audit(self) -> bool:
+        if self.state.get("differs"):
+            raise ReplicaMismatchError
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -100,4 +106,11 @@ def load_step(folder: Path) -> int:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Return the names in a folder, without that of the lock, which stays after a run."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)

@@ -21,7 +21,7 @@ from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.trainer import pretrain
-from tests.lab.pretrain.test_checkpoint_files import flip_bit
+from tests.lab.pretrain.saved_runs import flip_bit
 from tests.lab.pretrain.tiny_runs import small, this_rank
 from tests.ranks import run_ranks
 

@@ -10,19 +10,23 @@ import os
 import pickle
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
+from sdp4bit import ReplicaMismatchError
+from sdp4bit_lab.common.files import SUMS, write_sums
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.checkpoint_files import METADATA, SUMS, CheckpointReader, _sha256, open_checkpoint
-from tests.lab.pretrain.saved_runs import SavedRun, load_step, names, one_rank, save_step
+from sdp4bit_lab.pretrain import checkpoint_files
+from sdp4bit_lab.pretrain.checkpoint_files import TENSORS, find_checkpoints, open_checkpoint
+from tests.lab.pretrain.saved_runs import SavedRun, flip_bit, load_step, names, one_rank, save_step
 
 
 def attach_tokenizer(folder: Path) -> None:
@@ -37,7 +41,9 @@ def test_a_checkpoint_has_checksums_and_the_format_of_torch(tmp_path):
         load_state(state, checkpoint_id=path)
         assert torch.equal(state["model"]["weight"], SavedRun(None, step=7).model.weight)
     assert names(tmp_path) == ["step-00000007"]
-    assert names(path) == [".metadata", "SHA256SUMS", "__0_0.distcp", "run.json", "tokenizer.json"]
+    assert names(path) == [
+        *(".metadata", "SHA256SUMS", "__0_0.distcp", "run.json", "tensors.json", "tokenizer.json")
+    ]
     subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=path, check=True, capture_output=True)
     # The folder may be moved: its place is nowhere in it.
     assert not any(str(tmp_path).encode() in (path / name).read_bytes() for name in names(path))
@@ -60,17 +66,11 @@ def test_the_last_saved_are_kept_and_loaded(tmp_path):
         assert load_step(elsewhere) == 1
 
 
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: flip_bit(p / "__0_0.distcp"), "the checksum of __0_0.distcp differs"),
     (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
-    (lambda p: flip_bit(p / METADATA), "the checksum of .metadata differs"),
-    (lambda p: (p / SUMS).write_text("{"), "SHA256SUMS is not a list of this checkpoint's files"),
+    (lambda p: flip_bit(p / TENSORS), "the checksum of tensors.json differs"),
+    (lambda p: (p / SUMS).write_text("{"), "SHA256SUMS is not a list of this folder's files"),
     (lambda p: (p / SUMS).unlink(), "SHA256SUMS cannot be read"),
 ]
 
@@ -137,6 +137,7 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
                 with killed_at(call):
                     run.save()
             except BaseException:  # torch wraps it
+                run.checkpointer.close()
                 assert load_step(folder) == 2
                 save_step(folder, 2)  # the same step once more
                 save_step(folder, 3, keep_last=1)
@@ -158,89 +159,130 @@ class Attack:
 
 def reseal(path: Path) -> None:
     """Let the checksums be those of the tampered files, as an attacker would."""
-    sums = {name: _sha256(path / name) for name in names(path) if name != SUMS}
-    (path / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sums))
+    (path / SUMS).unlink()
+    write_sums(path)
 
 
-def write_metadata(path: Path, content: object) -> None:
-    (path / METADATA).write_bytes(pickle.dumps(content))
+def with_attack_in_the_pickle_of_torch(path: Path, described: Any, attack: Attack) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(attack))
 
 
-def with_attack_in_metadata(path: Path, content: Metadata, attack: Attack) -> None:
-    write_metadata(path, attack)
-
-
-def with_attack_in_planner_data(path: Path, content: Metadata, attack: Attack) -> None:
-    content.planner_data = attack
-    write_metadata(path, content)
-
-
-def with_attack_in_a_tensor(path: Path, content: Metadata, attack: Attack) -> None:
+def with_attack_in_a_tensor(path: Path, described: Any, attack: Attack) -> None:
     with (path / "__0_0.distcp").open("ab") as file:
         start = file.tell()
         torch.save(attack, file)
         end = file.tell()
-    for info in content.storage_data.values():
-        info.offset, info.length = start, end - start
-    write_metadata(path, content)
+    for tensor in described.values():
+        for chunk in tensor["chunks"]:
+            chunk[3:] = [start, end - start]
 
 
-def with_attack_in_a_value(path: Path, content: Metadata, attack: Attack) -> None:
-    with_attack_in_a_tensor(path, content, attack)
-    content.state_dict_metadata["model.bias"] = BytesStorageMetadata()
-    content.storage_data[MetadataIndex("model.bias")] = next(iter(content.storage_data.values()))
-    write_metadata(path, content)
-
-
-def with_another_file(path: Path, content: Metadata, attack: Attack) -> None:
+def with_another_file(path: Path, described: Any, attack: Attack) -> None:
     torch.save(torch.zeros(3), path.parent / "secret")
-    for info in content.storage_data.values():
-        info.relative_path = "../secret"
-    write_metadata(path, content)
+    for tensor in described.values():
+        for chunk in tensor["chunks"]:
+            chunk[2] = "../secret"
 
 
-def with_a_hole(path: Path, content: Metadata, attack: Attack) -> None:
-    content.state_dict_metadata["model.weight"].chunks.clear()
-    write_metadata(path, content)
+def with_a_hole(path: Path, described: Any, attack: Attack) -> None:
+    described["model.weight"]["chunks"].clear()
+
+
+def with_a_type_that_is_none(path: Path, described: Any, attack: Attack) -> None:
+    described["model.weight"]["dtype"] = "save"
+
+
+DESCRIBED = "tensors.json does not describe the files of this checkpoint"
 
 
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (with_attack_in_metadata, "mkdir is not allowed in checkpoint metadata and was not executed"),
-        (with_attack_in_planner_data, "mkdir is not allowed in checkpoint metadata"),
+        (with_attack_in_the_pickle_of_torch, None),
         (with_attack_in_a_tensor, "cannot be loaded: rank 0: UnpicklingError"),
-        (with_attack_in_a_value, "BytesStorageMetadata is not allowed in checkpoint metadata"),
-        (with_another_file, "does not describe the files"),
-        (with_a_hole, "does not describe the files"),
+        (with_another_file, DESCRIBED),
+        (with_a_hole, DESCRIBED),
+        (with_a_type_that_is_none, DESCRIBED),
     ],
 )
 def test_a_tampered_checkpoint_executes_nothing(tamper, message, tmp_path):
     with one_rank():
         path = save_step(tmp_path, 1)
-        tamper(path, CheckpointReader(path).metadata, Attack(tmp_path / "executed"))
+        described = json.loads((path / TENSORS).read_text())
+        tamper(path, described, Attack(tmp_path / "executed"))
+        (path / TENSORS).write_text(json.dumps(described))
         with pytest.raises(SettingError, match="differs from SHA256SUMS"):
             load_step(path)
         reseal(path)
-        with pytest.raises(SettingError, match=message):
-            load_step(path)
+        if message is None:
+            assert load_step(path) == 1
+        else:
+            with pytest.raises(SettingError, match=message):
+                load_step(path)
         assert not (tmp_path / "executed").exists()
 
 
-def test_a_record_with_other_values_is_damage(tmp_path):
+NESTED = 100_000 * "[" + 100_000 * "]"
+BAD_VALUES = {
+    "progress": ['{"step": "1", "samples": 0}', "[]", "7"],
+    "shape": ["[1]", NESTED],
+    "world_size": ["-1"],
+    "serial": ["null", '"2"', "[2]", "1e999"],
+    "x": ["1", NESTED],
+}
+
+
+def test_a_record_with_other_values_is_damage_and_the_older_checkpoint_is_found(tmp_path):
     with one_rank():
-        path = save_step(tmp_path, 1)
+        older, path = save_step(tmp_path, 1), save_step(tmp_path, 2)
         record = json.loads((path / "run.json").read_text())
-        for values in (
-            {"progress": {"step": "1", "samples": 0}},
-            {"shape": [1]},
-            {"world_size": -1},
-            {"x": 1},
-        ):
-            (path / "run.json").write_text(json.dumps({**record, **values}))
+        for name, values in BAD_VALUES.items():
+            for value in values:
+                text = json.dumps({**record, name: "VALUE"}).replace('"VALUE"', value)
+                (path / "run.json").write_text(text)
+                reseal(path)
+                assert find_checkpoints(tmp_path) == [older, path]
+                with pytest.warns(UserWarning, match=r"00002 is damaged: run\.json"):
+                    assert open_checkpoint(tmp_path)[0] == older
+        # The time of the save is information, which nothing depends on.
+        for value in (None, "now", [1]):
+            (path / "run.json").write_text(json.dumps({**record, "saved_at": value}))
             reseal(path)
-            with pytest.raises(SettingError, match=r"run\.json"):
-                open_checkpoint(path)
+            assert open_checkpoint(tmp_path)[0] == path
+
+
+def test_a_clock_that_goes_back_decides_nothing(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    with one_rank():
+        for step in (3, 6):
+            save_step(tmp_path, step, keep_last=2)
+        now -= 3600
+        for step in (9, 12):
+            path = save_step(tmp_path, step, keep_last=2)
+            assert find_checkpoints(tmp_path)[0] == path and load_step(tmp_path) == step
+        assert names(tmp_path) == ["step-00000009", "step-00000012"]
+
+
+def test_copies_that_differ_are_not_saved(tmp_path):
+    with one_rank():
+        run = SavedRun(tmp_path, step=1)
+        run.communication.state["differs"] = True
+        with pytest.raises(ReplicaMismatchError):
+            run.save()
+    assert names(tmp_path) == []
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "_LOCK_SECONDS", 0.1)
+    with one_rank():
+        first = SavedRun(tmp_path, step=1)
+        with pytest.raises(SettingError, match=f"another run saves here .process {os.getpid()} on "):
+            SavedRun(tmp_path, step=2)
+        first.save()
+        first.checkpointer.close()
+        save_step(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 DIFFERENCES = {

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,10 @@ PROGRAM = "tests.lab.common.launch.launched_program:program"
 def program(deed: str, *, ranks: Ranks) -> None:
     if deed == "setting":
         raise SettingError("change it")
+    if deed == "addresses":
+        if ranks.is_first:
+            print("listens on", *sorted(_listening_addresses()))
+        return
     if ranks.rank == ranks.world_size - 1:
         _strike(deed)
     left = torch.zeros(())
@@ -30,6 +35,20 @@ def program(deed: str, *, ranks: Ranks) -> None:
         dist.all_reduce(left)
     if ranks.is_first:
         print(f"left because of {received().name}")
+
+
+def _listening_addresses() -> set[str]:
+    """Return the addresses, in hexadecimal, of the sockets on which this process and its parent listen."""
+    own = set()
+    for process in (os.getpid(), os.getppid()):
+        links = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()]
+        own |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own}
 
 
 def _strike(deed: str) -> None:

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from sdp4bit_lab.common.ranks import broadcast_from_rank0, run_on_all_ranks
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit import ExchangeError
+from sdp4bit_lab.common.ranks import broadcast_from_rank0, join_ranks, run_on_all_ranks
+from sdp4bit_lab.common.settings import RunError, SettingError, TrainingDivergedError
+from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import OptimizerConfig, PretrainConfig
-from sdp4bit_lab.pretrain.trainer import TrainingDivergedError, pretrain
+from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics
+from sdp4bit_lab.pretrain.trainer import pretrain
 from tests.lab.common.launch.started_ranks import (
     PRETRAIN,
     lines_of_log,
@@ -30,6 +36,7 @@ from tests.lab.common.launch.started_ranks import (
     wait_for_lines,
     wait_for_the_end_of,
 )
+from tests.lab.pretrain.saved_runs import names
 from tests.lab.pretrain.tiny_runs import losses, small, this_rank, write_text
 from tests.ranks import run_ranks
 
@@ -60,7 +67,7 @@ def errors_of_all_kinds() -> list[str]:
     ):
         try:
             work()
-        except (SettingError, RuntimeError) as error:
+        except RunError as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages
 
@@ -72,23 +79,65 @@ def test_an_error_on_one_rank_is_raised_on_all():
         == results[1]
         == [
             "SettingError: change it",
-            "RuntimeError: rank 1: OSError: disk full",
+            "RunError: disk full",
             "SettingError: rank 0 says no",
         ]
     )
 
 
-def diverge(config: PretrainConfig) -> str:
-    with pytest.raises(TrainingDivergedError) as error:
+def end(config: PretrainConfig) -> str:
+    with pytest.raises(RunError) as error:
         pretrain(config, ranks=this_rank())
+    assert error.value.exit_code == (3 if error.type is TrainingDivergedError else 2)
     return str(error.value)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path):
-    config = small(text, tmp_path, optimizer=OptimizerConfig(learning_rate=1e30, clip_grad=0))
-    messages = run_ranks(diverge, 2, replace(config, parallel=ParallelConfig(ranks_per_node=1)))
-    assert messages[0] == messages[1]
-    assert "lower --lr" in messages[0]
+def ends_of(config: PretrainConfig) -> tuple[str, str]:
+    """Return the errors of a run that diverges, and of one whose log is on a full disk from step 3 on."""
+    wild = replace(config, optimizer=OptimizerConfig(learning_rate=1e30, clip_grad=0))
+    log = MetricsWriter.log_step
+
+    def log_on_a_full_disk(writer: MetricsWriter, metrics: StepMetrics) -> None:
+        if metrics.step == 3 and writer._lines is not None:
+            writer._lines.close()
+            writer._lines = open("/dev/full", "w")  # noqa: SIM115
+        log(writer, metrics)
+
+    diverged = end(
+        replace(wild, checkpoint=CheckpointConfig(save=config.logging.out / "wild", save_interval=1))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsWriter, "log_step", log_on_a_full_disk)
+        return diverged, end(config)
+
+
+def test_a_divergence_and_a_full_disk_end_all_ranks_with_one_error(text, tmp_path):
+    config = small(text, tmp_path, parallel=ParallelConfig(ranks_per_node=1))
+    first, second = run_ranks(ends_of, 2, config)
+    assert first == second
+    diverged, full = first
+    assert re.search(r"(not finite|loss is .* norm (nan|inf)) at step \d: lower --lr", diverged), diverged
+    step = int(diverged.partition(" at step ")[2].partition(":")[0])
+    assert names(tmp_path / "wild") == [f"step-{number:08d}" for number in range(1, step)]
+    log = tmp_path / "metrics.jsonl"
+    size = f"{log.stat().st_size:,} bytes are written"
+    assert full.startswith(f"cannot write {log}: No space left on device; {size}, "), full
+    assert losses(tmp_path).keys() == {("train", 1), ("train", 2)}
+
+
+def test_a_job_on_one_machine_listens_on_loopback_alone():
+    program = [sys.executable, "-m", "tests.lab.common.launch.launched_program", "addresses", "2"]
+    code, output = outcome_of(program)
+    assert code == 0, output
+    assert output.splitlines()[-1] == "listens on 0100007F"
+
+
+def test_a_rank_that_never_joins_is_an_exchange_error(monkeypatch):
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**alone, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ExchangeError, match=r"start of the ranks: rank 0 has waited .* 1/2 clients joined"):
+        join_ranks(timeout=timedelta(seconds=1)).__enter__()
 
 
 @pytest.mark.slow
@@ -126,4 +175,4 @@ def test_a_run_killed_again_and_again_while_it_saves_ends_as_if_it_had_not_been(
     code, output = outcome_of(run)
     assert code == 0, output
     assert losses(out) == losses(tmp_path / "undisturbed")
-    assert sorted(path.name for path in saved.iterdir()) == [*(f"step-{steps - 1:08d}", f"step-{steps:08d}")]
+    assert names(saved) == [f"step-{steps - 1:08d}", f"step-{steps:08d}"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import re
 import runpy
+import signal
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -104,3 +108,13 @@ def test_the_program_lists_its_commands_and_version(capsys):
     assert capsys.readouterr().out == f"sdp4bit {sdp4bit.__version__}\n"
     assert main(["pretrian"]) == 2
     assert "'pretrian' is not a command: did you mean pretrain?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["--help", "plan --help-all"])
+def test_a_reader_that_has_enough_ends_a_command_quietly(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "sdp4bit_lab", *arguments.split()]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.ranks import run_on_all_ranks
+from sdp4bit_lab.common.settings import RunError, SettingError
 from sdp4bit_lab.pretrain.data import token_cache
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.corpus import read_corpus, split_corpus
 from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 from sdp4bit_lab.pretrain.data.indexed import IndexedTokens
 from sdp4bit_lab.pretrain.data.token_cache import fill_cache, open_cache
-from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
+from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer, load_tokenizer
+from tests.lab.pretrain.saved_runs import flip_bit
 
 DOCUMENTS = [f"def function_{i}(x):\n    return x + {i}  # μ and 漢字 {i}\n" * (1 + i % 5) for i in range(60)]
 
@@ -27,6 +30,10 @@ def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     return path
+
+
+def load(path: Path) -> BytePairTokenizer:
+    return load_tokenizer(vocab_file=None, merge_file=None, tokenizer_model=path, eod_token=None)
 
 
 def config(path: Path, cache: Path, **options) -> DataConfig:
@@ -79,6 +86,37 @@ class TestTokenizer:
         again = BytePairTokenizer.load(tmp_path / "t.json")
         assert again.encode_documents([strange]) == [tokens] and again.digest() == tokenizer.digest()
 
+    def test_a_file_that_asks_for_it_neither_cuts_nor_pads_documents(self, tmp_path):
+        path = tmp_path / "tokenizer.json"
+        BytePairTokenizer.train(DOCUMENTS, vocabulary_size=300).save(path)
+        plain = load(path).encode(DOCUMENTS)
+        limited = Tokenizer.from_file(str(path))
+        limited.enable_truncation(max_length=5)
+        limited.enable_padding(length=5000)
+        limited.save(str(path))
+        assert '"max_length": 5' in path.read_text()
+        assert load(path).encode(DOCUMENTS) == plain
+
+    def test_a_package_that_panics_or_a_token_without_sense_is_a_wrong_setting(self, tmp_path):
+        path = tmp_path / "tokenizer.json"
+        BytePairTokenizer.train(DOCUMENTS, vocabulary_size=300).save(path)
+        content = json.loads(path.read_text())
+        content["model"]["vocab"]["new"] = 4_000_000_000
+        path.write_text(json.dumps(content))
+        with pytest.raises(SettingError, match="largest token is 4,000,000,000"):
+            load(path)
+        del content["model"]["vocab"]["new"]
+        content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}
+        path.write_text(json.dumps(content))
+        tokenizer = load(path)
+        with pytest.raises(SettingError, match="has failed on a document: index out of bounds"):
+            tokenizer.encode(DOCUMENTS)
+        with pytest.raises(RunError, match="written in Rust has failed: index out of bounds"):
+            run_on_all_ranks(lambda: tokenizer._tokenizer.encode("a"))
+        path.write_text("{}")
+        with pytest.raises(SettingError, match=r"tokenizer\.json is not a tokenizer\.json: "):
+            BytePairTokenizer.load(path)
+
 
 class TestCache:
     def test_it_holds_the_documents_of_both_splits_as_bin_and_idx(self, text_file, tmp_path):
@@ -121,6 +159,16 @@ class TestCache:
         assert len(folders) == 3
         monkeypatch.setattr(token_cache, "_tokenize", None)
         assert fill_cache(config(text_file, cache)) in folders
+
+    @pytest.mark.parametrize("name", ["train.bin", "train.idx", "tokenizer.json", "SHA256SUMS"])
+    def test_a_damaged_folder_is_written_again(self, name, text_file, tmp_path):
+        settings = config(text_file, tmp_path / "cache")
+        folder = fill_cache(settings)
+        intact = (folder / name).read_bytes()
+        flip_bit(folder / name)
+        with pytest.warns(UserWarning, match=f"text-.* is damaged and written again: .*{name}"):
+            assert fill_cache(settings) == folder
+        assert (folder / name).read_bytes() == intact
 
     def test_a_failure_leaves_nothing_behind(self, text_file, tmp_path, monkeypatch):
         def fail_late(split, *, config, folder):
