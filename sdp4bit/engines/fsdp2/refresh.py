@@ -152,7 +152,7 @@ class FSDPModelState(ModelState):
         # FSDP2 gathers parameters, so a hook sees each forward.
         self.communicates = any(comm.layout.size > 1 for comm in groups)
         self.counts_reductions = self.communicates or any(comm.replica_layout is not None for comm in groups)
-        # Gradients were reduced since the last step boundary; the same on all ranks.
+        # Gradients were reduced on this rank since the last step boundary.
         self._is_reduced = False
         self._has_gradients = True
         self._warned: set[str] = set()
@@ -267,19 +267,16 @@ class FSDPModelState(ModelState):
             for comm in comms:
                 comm.seen.was_loaded = True
         self._log_stateless_load(comms)
-        # Whether ranks communicate here depends on facts that are equal on all of them: which groups have a
-        # replica, and whether gradients were reduced.
+        # All ranks of these groups come here, and reduce in the same order, whatever each of them has seen.
         asked: dict[tuple[int, ...], list[FSDPGroupState]] = {}
         for comm in comms:
-            together = asked.setdefault(comm.layout.ranks, [])
-            if comm.replica is not None:
-                together.append(comm)
-        changed = self.step_pending
-        first = {comm.layout.ranks: comm for comm in reversed(comms)}
-        for ranks, together in asked.items():
-            if len(ranks) == 1 or not (together or self._is_reduced):
+            asked.setdefault(comm.layout.ranks, []).append(comm)
+        changed, reduced = self.step_pending, self._is_reduced
+        for together in asked.values():
+            if together[0].layout.size == 1:
                 continue
-            changed, flags = self._reduced_flags(together, changed=changed, over=first[ranks])
+            (changed, reduced), flags = self._reduced_flags(together, (changed, reduced))
+            together = [comm for comm in together if comm.replica is not None]
             measured = []
             # Rows of a checkpoint are used for all groups or for none.
             misfits = any(flag.misfit for flag in flags)
@@ -314,7 +311,7 @@ class FSDPModelState(ModelState):
                     measured.append((comm, flag.edited))
             if measured:
                 self._apply_sizes(measured)
-        if changed and self._is_reduced:
+        if changed and reduced:
             self._end_step()
             self.measure_step()
 
@@ -331,15 +328,15 @@ class FSDPModelState(ModelState):
             )
 
     def _reduced_flags(
-        self, comms: Sequence[FSDPGroupState], *, changed: bool, over: FSDPGroupState
-    ) -> tuple[bool, list[Flags]]:
-        """Return whether weights have changed on any rank, and the events that any rank has seen.
+        self, comms: Sequence[FSDPGroupState], own: tuple[bool, bool]
+    ) -> tuple[tuple[bool, bool], list[Flags]]:
+        """Return the events that any rank has seen, for the groups with a replica.
 
         Args:
-            comms: groups of the same ranks, which have a replica.
-            changed: whether an optimizer of this rank has stepped after a reduction.
-            over: a group of these ranks.
+            comms: groups of the same ranks.
+            own: whether weights have changed and gradients were reduced on this rank; returned for all.
         """
+        over, comms = comms[0], [comm for comm in comms if comm.replica is not None]
         edits: dict[int, Tensor] = {}
         for index, comm in enumerate(comms):
             edit = comm.has_edits() if _may_wait(comm) else None
@@ -361,10 +358,12 @@ class FSDPModelState(ModelState):
         ]
         # On the CPU: apart from the checksums, the flags do not depend on the GPU, so a step need not wait
         # for it.
-        flags = torch.tensor([[changed] * len(Flags._fields), *seen], dtype=torch.int32)
+        padding = [False] * (len(Flags._fields) - len(own))
+        flags = torch.tensor([(*own, *padding), *seen], dtype=torch.int32)
         self._reduce(flags, over, op=dist.ReduceOp.MAX, what="agreement on changed weights")
         rows = self._over_copies(flags[1:], comms).tolist()
-        return bool(flags[0, 0]), [Flags(*map(bool, row)) for row in rows]
+        changed, reduced, *_ = flags[0].tolist()
+        return (bool(changed), bool(reduced)), [Flags(*map(bool, row)) for row in rows]
 
     def _apply_sizes(self, measured: Sequence[tuple[FSDPGroupState, bool]]) -> None:
         """Choose between a difference and full precision by the size of each change."""
