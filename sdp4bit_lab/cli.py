@@ -268,8 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         from sdp4bit_lab.common.failures import outcome
 
-        ending = outcome(error)
-        if ending is None:
+        if (ending := outcome(error)) is None:
             raise
         print(f"sdp4bit: error: {ending[0]}", file=sys.stderr)
         return ending[1]

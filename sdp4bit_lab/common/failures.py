@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -22,7 +23,8 @@ def as_run_error(error: BaseException) -> RunError | None:
     if isinstance(error, RunError):
         return error
     if isinstance(error, OSError):
-        return RunError(_describe(error))
+        filename = error.filename if isinstance(error.filename, str | bytes) else None
+        return RunError(one_line(error) if filename is None else failed(Path(os.fsdecode(filename)), error))
     if is_failure(error) and not isinstance(error, Exception):
         return RunError(f"a package written in Rust has failed: {one_line(error)}")
     return None
@@ -42,11 +44,13 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
     return (str(error), EXIT_FAILED) if isinstance(error, ReplicaMismatchError) else None
 
 
-def failed_write(path: Path, error: OSError) -> str:
-    """Describe a failed write: the file, the bytes in it and the bytes free."""
+def failed(path: Path, error: OSError) -> str:
+    """Describe a failed access to a file; on a full disk with the bytes in the file and the bytes free."""
+    text = f"{path}: {error.strerror or one_line(error)}"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return text
     written = path.stat().st_size if path.is_file() else 0
-    reason = error.strerror or one_line(error)
-    return f"cannot write {path}: {reason}; {written:,} bytes are written, {free_bytes(path):,} are free"
+    return f"{text}; {written:,} bytes are written, {free_bytes(path):,} are free"
 
 
 def free_bytes(path: Path) -> int:
@@ -58,10 +62,3 @@ def free_bytes(path: Path) -> int:
 def one_line(error: BaseException) -> str:
     """Return the text of an error without line breaks."""
     return " ".join(str(error).split())
-
-
-def _describe(error: OSError) -> str:
-    if not isinstance(error.filename, str | bytes) or error.strerror is None:
-        return one_line(error)
-    path = Path(os.fsdecode(error.filename))
-    return f"{path}: {error.strerror}; {free_bytes(path):,} bytes are free there"

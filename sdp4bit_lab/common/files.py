@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdp4bit_lab.common.settings import SettingError
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -67,14 +65,6 @@ def write_atomically(path: Path, content: str) -> None:
     working.replace(path)
 
 
-def write_output(path: Path, content: str, *, option: str) -> None:
-    """Write a file atomically; SettingError names the option."""
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise SettingError(f"cannot write {option} {path}: {error}") from error
-
-
 def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
     """Write a PNG atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,32 +91,23 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_sums(folder: Path, *, known: Mapping[str, str] | None = None) -> None:
-    """Write SHA256SUMS for all files of a folder, except for known sums, which are not computed again."""
-    sums = {path.name: sha256(path) for path in folder.iterdir() if path.name not in (known or {})}
-    sums.update(known or {})
+def write_sums(folder: Path, *, known: Mapping[str, str]) -> None:
+    """Write SHA256SUMS for all files of a folder; known sums are not computed again."""
+    sums = {**known, **{path.name: sha256(path) for path in folder.iterdir() if path.name not in known}}
     (folder / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
 
 
-def read_sums(folder: Path, *, needed: Iterable[str]) -> dict[str, str]:
-    """Read SHA256SUMS; ValueError if it is missing, damaged or lacks a needed file."""
+def check_sums(folder: Path, *, needed: Iterable[str], part: slice = slice(None)) -> None:
+    """Compare a part of the files in SHA256SUMS, which lists the needed ones; ValueError names the damage."""
+    name = SUMS
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+        matches = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
+        sums = {match[2]: match[1] for match in matches if match}
+        if None in matches or not set(needed) <= set(sums):
+            raise ValueError(f"{SUMS} is not a list of this folder's files")
+        for name in sorted(sums)[part]:
+            if sha256(folder / name) != sums[name]:
+                raise ValueError(f"the checksum of {name} differs from {SUMS}")
     except OSError as error:
-        raise ValueError(f"{SUMS} cannot be read ({error.strerror})") from None
-    matches = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
-    sums = {match[2]: match[1] for match in matches if match}
-    if None in matches or not set(needed) <= set(sums):
-        raise ValueError(f"{SUMS} is not a list of this folder's files")
-    return sums
-
-
-def check_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Compare files with their checksums; ValueError names the first that differs or cannot be read."""
-    for name, expected in sums.items():
-        try:
-            found = sha256(folder / name)
-        except OSError as error:
-            raise ValueError(f"{name} cannot be read ({error.strerror})") from None
-        if found != expected:
-            raise ValueError(f"the checksum of {name} differs from {SUMS}")
+        raise ValueError(f"{name} cannot be read ({error.strerror})") from None

@@ -117,7 +117,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
         RuntimeError: on all ranks, if any rank raised something else.
     """
     result: T
-    failure: tuple[type[RunError] | None, str] | None = None
+    failure: tuple[type[Exception], str] | None = None
     cause: BaseException | None = None
     try:
         result = work()
@@ -125,13 +125,14 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
         if not is_failure(error):
             raise
         cause, expected = error, as_run_error(error)
-        failure = (None, f"{type(error).__name__}: {error}")
+        failure = (RuntimeError, f"{type(error).__name__}: {error}")
         if expected is not None:
             failure = (type(expected), str(expected))
     for rank, other in enumerate(gather_over_ranks(failure, what="agreement on errors")):
         if other is not None:
             kind, message = other
-            raise (RuntimeError(f"rank {rank}: {message}") if kind is None else kind(message)) from cause
+            # Only the message of a subclass is written for all ranks.
+            raise kind(f"rank {rank}: {message}" if kind in (RuntimeError, RunError) else message) from cause
     return result
 
 

@@ -30,7 +30,7 @@ from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit.traffic import format_bytes
-from sdp4bit_lab.common.files import wrapped, write_output
+from sdp4bit_lab.common.files import wrapped, write_atomically
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.config import PROBE_FORMAT, ProbeConfig
@@ -73,7 +73,7 @@ def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     result = measure(config, ranks=ranks)
 
     def report() -> None:
-        write_output(config.out, json.dumps(result, indent=2) + "\n", option="--out")
+        write_atomically(config.out, json.dumps(result, indent=2) + "\n")
         sys.stdout.write(f"{describe(result, out=config.out)}\n")
 
     run_on_all_ranks(lambda: report() if ranks.is_first else None)

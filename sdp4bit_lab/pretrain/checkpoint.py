@@ -108,20 +108,16 @@ class Checkpointer:
             )
         )
         self._lock: TextIO | None = None
-        if config.save is not None:
-            run_on_all_ranks(self._lock_folder)
+        if (folder := config.save) is not None:
+            self._lock = run_on_all_ranks(lambda: lock_folder(folder) if ranks.is_first else None)
             if ranks.is_first:
-                for leftover in config.save.glob(".step-*.partial"):  # of runs that were killed
+                for leftover in folder.glob(".step-*.partial"):  # of runs that were killed
                     shutil.rmtree(leftover, ignore_errors=True)
             # A separate group, so that background saves do not mix with training's collectives; over gloo,
             # because dcp.async_save would need a CPU backend in the default group.
             self._group = dist.new_group(
                 backend="gloo", timeout=job_timeout(), group_desc="sdp4bit checkpoints"
             )
-
-    def _lock_folder(self) -> None:
-        if self._ranks.is_first and self._config.save is not None:
-            self._lock = lock_folder(self._config.save)
 
     # -- saving ----------------------------------------------------------------------------------------
 

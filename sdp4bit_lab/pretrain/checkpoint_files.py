@@ -16,7 +16,6 @@ layout loads. Other values are JSON in a byte tensor, because torch.distributed.
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import math
 import os
@@ -44,12 +43,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import WriteResult
 
 from sdp4bit_lab.common.failures import one_line
-from sdp4bit_lab.common.files import SUMS, check_sums, note, read_sums, sha256, sync, write_sums
+from sdp4bit_lab.common.files import SUMS, check_sums, note, sha256, sync, write_sums
 from sdp4bit_lab.common.ranks import broadcast_from_rank0, gather_over_ranks
 from sdp4bit_lab.common.settings import RunError, SettingError
 
@@ -265,8 +264,7 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
 def _open_intact(path: Path) -> tuple[RunRecord, CheckpointReader]:
     """Check this rank's share of the files and read the metadata; ValueError names the damage."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    sums = read_sums(path, needed=(TENSORS, RECORD))
-    check_sums(path, {name: sums[name] for name in sorted(sums)[rank::size]})
+    check_sums(path, needed=(TENSORS, RECORD), part=slice(rank, None, size))
     return RunRecord.read(path), CheckpointReader(path)
 
 
@@ -328,23 +326,13 @@ def _metadata(described: Mapping[str, Any], sizes: Mapping[str, int]) -> Metadat
     return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
 
 
-class _TensorLoadPlanner(DefaultLoadPlanner):
-    """Load a flat dictionary of tensors only."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuse, because the default would unpickle the value."""
-        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor and was not read")
-
-
 def read_tensors(tensors: dict[str, Tensor], *, path: Path, reader: CheckpointReader) -> None:
     """Read the checkpoint's tensors into those given by name; SettingError on all ranks on failure."""
     alone = not dist.is_initialized()
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load_state(tensors, storage_reader=reader, planner=_TensorLoadPlanner(), no_dist=alone)
+            load_state(tensors, storage_reader=reader, planner=planner, no_dist=alone)
     except CheckpointException as error:
         raise SettingError(f"{path} cannot be loaded: {first_failure(error)}") from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from rich.console import Console
 
 from sdp4bit.traffic import format_bytes
-from sdp4bit_lab.common.failures import failed_write
+from sdp4bit_lab.common.failures import failed
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
@@ -118,7 +118,7 @@ class MetricsWriter:
         try:
             write()
         except OSError as error:
-            self.failure = self.failure or failed_write(path, error)
+            self.failure = self.failure or failed(path, error)
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Write a step to all outputs; at every log interval, print the means since the last line."""

@@ -102,7 +102,8 @@ def pretrain(
         ReplicaMismatchError: on all ranks, if an audit finds a difference.
         TrainingDivergedError: on all ranks, if the loss diverges, unless keep_diverged.
     """
-    _refuse_third_divergence(ranks)
+    if ranks.job_store is not None and ranks.job_store.check(["diverged"]):
+        raise TrainingDivergedError(ranks.job_store.get("diverged").decode())
     check_same_settings(config)
     config.check_layout(ranks.world_size)
     run = build_run(config, ranks=ranks, label=label or config.strategy_name)
@@ -235,6 +236,7 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
         if result.stopped:
             break
     checkpointer.close()
+    writer.close()
     for failure in gather_over_ranks(writer.failure, what="outcome of the output"):
         if failure is not None:
             raise RunError(failure)
@@ -249,20 +251,11 @@ def _find_divergence(metrics: StepMetrics, checkpointer: Checkpointer | None) ->
 
 
 def _diverged(problem: str, *, step: int, ranks: Ranks) -> TrainingDivergedError:
-    """Return the error of a divergence; a second one at the same step ends the job."""
-    error = TrainingDivergedError(
-        f"{problem} at step {step}: lower --lr. Checkpoints of earlier steps are unchanged"
-    )
+    """Return the error of a divergence. A second one at the same step ends the job, which would repeat it."""
+    text = f"{problem} at step {step}: lower --lr. Checkpoints of earlier steps are unchanged"
     if ranks.is_first and ranks.job_store is not None and ranks.job_store.add(f"diverged {step}", 1) > 1:
-        ranks.job_store.set("diverged", str(error))
-    return error
-
-
-def _refuse_third_divergence(ranks: Ranks) -> None:
-    """Raise TrainingDivergedError if a restart by torchrun would repeat the divergence of two before."""
-    store = ranks.job_store
-    if store is not None and store.check(["diverged"]):
-        raise TrainingDivergedError(f"this job has diverged twice: {store.get('diverged').decode()}")
+        ranks.job_store.set("diverged", f"this job has diverged twice: {text}")
+    return TrainingDivergedError(text)
 
 
 def _validate(run: Run, writer: MetricsWriter) -> None:
@@ -373,16 +366,13 @@ def _open_writer(run: Run, *, console: Console | None, part: str | None) -> Metr
     if not ranks.is_first:
         logging = LoggingConfig(jsonl=False, tensorboard=False)
         console = Console(quiet=True, force_terminal=False)
-    try:
-        if ranks.is_first:
-            write_settings(config, label=run.result.strategy, ranks=ranks)
-        return MetricsWriter(
-            logging,
-            description=run.result.strategy + (f", seed {config.seed}" if part else ""),
-            steps=config.training.steps,
-            first_step=progress.step,
-            validation_due=progress.validation_due,
-            console=console,
-        )
-    except OSError as error:
-        raise SettingError(f"cannot write into --out {config.logging.out}: {error}") from error
+    if ranks.is_first:
+        write_settings(config, label=run.result.strategy, ranks=ranks)
+    return MetricsWriter(
+        logging,
+        description=run.result.strategy + (f", seed {config.seed}" if part else ""),
+        steps=config.training.steps,
+        first_step=progress.step,
+        validation_due=progress.validation_due,
+        console=console,
+    )

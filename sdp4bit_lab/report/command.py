@@ -27,10 +27,10 @@ class ReportConfig:
 
 def write_report(config: ReportConfig) -> Path:
     """Write the page and return its path; runs may still be training."""
-    from sdp4bit_lab.common.files import write_output
+    from sdp4bit_lab.common.files import write_atomically
     from sdp4bit_lab.report.page import render_page
     from sdp4bit_lab.report.runs import find_runs
 
     page = render_page(find_runs(config.runs), now=datetime.now().astimezone())
-    write_output(config.out, page, option="--out")
+    write_atomically(config.out, page)
     return config.out

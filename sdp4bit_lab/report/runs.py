@@ -104,10 +104,7 @@ def read_run(folder: Path, *, name: str) -> Run:
     settings = _read_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     run = Run(name=name, settings=settings)
     path = folder / METRICS
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise SettingError(f"{path} cannot be read: {error}") from error
+    lines = path.read_bytes().split(b"\n")
     # A line without a line break is still being written, or its run was killed.
     for number, line in enumerate(lines[:-1], start=1):
         if line.strip():
@@ -151,8 +148,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise SettingError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise SettingError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from sdp4bit_lab.common.files import write_output
+from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0
+from sdp4bit_lab.common.settings import EXIT_FAILED
 from sdp4bit_lab.selftest.check import Check, Context, Outcome, run_checks
 from sdp4bit_lab.selftest.config import CheckName, SelftestConfig
 from sdp4bit_lab.selftest.exchanges import check_exchanges
@@ -21,7 +22,6 @@ from sdp4bit_lab.selftest.streams import check_streams
 from sdp4bit_lab.selftest.training import check_training
 
 FORMAT = "sdp4bit-selftest-1"
-EXIT_FAILED = 1
 _WIDTH = 79
 _CHECKS: dict[CheckName, Check] = {
     "facts": check_facts,
@@ -39,7 +39,7 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
     Exits with 1 on all ranks if a check failed.
 
     Raises:
-        SettingError: on all ranks, if the file cannot be written.
+        RunError: on all ranks, if the file cannot be written.
     """
     context = Context(config=config, ranks=ranks)
     outcomes = run_checks([(name, _CHECKS[name]) for name in config.checks], context)
@@ -69,7 +69,7 @@ def _result(outcomes: Sequence[Outcome]) -> str:
 
 def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[str, Any]) -> None:
     if config.json is not None:
-        write_output(config.json, json.dumps(result, indent=2) + "\n", option="--json")
+        write_atomically(config.json, json.dumps(result, indent=2) + "\n")
     rule = "-" * _WIDTH
     lines = [rule, _row("check", "result", "seconds", ""), rule]
     for outcome in outcomes:

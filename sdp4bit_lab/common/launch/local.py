@@ -82,15 +82,15 @@ def _run_rank(program: str, config: object, timeout: timedelta, *, leaves_early:
         if ending is None:
             raise
         line, code = ending
-        is_effect = is_communication_failure(error)
-        if is_effect:
-            # Usually a peer's exit is the cause. The launcher reports the first exit it sees, so wait.
+        if is_communication_failure(error):
             _report_error(line)
-        if rank or is_effect:
+            # Usually a peer's exit is the cause. The launcher reports the first exit it sees, so wait.
+            time.sleep(_WAIT_FOR_ROOT_CAUSE)
+            return code
+        if rank:
             # Rank 0 usually reports the same error, and the launcher then kills this process.
             time.sleep(_WAIT_FOR_ROOT_CAUSE)
-        if not is_effect:
-            _report_error(f"rank {rank}: {line}" if rank else line)
+        _report_error(f"rank {rank}: {line}" if rank else line)
         return code
     return 0
 
@@ -144,14 +144,8 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         # The launcher hosts the store, so rank 0 must not.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-
-
-def _loopback() -> str:
-    """Return the name of the loopback interface."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), "lo")
 
 
 def _run_process(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import tokenizers
 
-from sdp4bit_lab.common.files import Progress, check_sums, note, read_sums, write_sums
+from sdp4bit_lab.common.files import Progress, check_sums, note, write_sums
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.corpus import CorpusSplit, split_corpus
@@ -64,7 +64,7 @@ def fill_cache(config: DataConfig) -> Path:
         with complete_folder(folder) as working:
             _tokenize(split, config=config, folder=working)
             (working / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
-            write_sums(working)
+            write_sums(working, known={})
     except OSError as error:
         raise SettingError(
             f"cannot write the cache folder {folder} ({error}): set --data-cache-path"
@@ -75,7 +75,7 @@ def fill_cache(config: DataConfig) -> Path:
 def is_intact(folder: Path) -> bool:
     """Return whether a cache folder exists with its checksums; warn of damage."""
     try:
-        check_sums(folder, read_sums(folder, needed=(f"{TRAIN}.bin", f"{VALIDATION}.bin")))
+        check_sums(folder, needed=(f"{TRAIN}.bin", f"{VALIDATION}.bin"))
     except ValueError as error:
         if folder.is_dir():
             warnings.warn(f"sdp4bit: {folder} is damaged and written again: {error}", stacklevel=2)

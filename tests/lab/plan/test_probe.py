@@ -15,7 +15,7 @@ from sdp4bit.collectives import exchange
 from sdp4bit.config import GradientConfig
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.launch.config import RanksConfig
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.settings import RunError
 from sdp4bit_lab.plan.config import ProbeConfig
 from sdp4bit_lab.plan.probe import WARM_UPS, Link, describe, probe
 from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange
@@ -65,7 +65,7 @@ def test_timed_exchanges_send_the_counted_bytes(tmp_path: Path) -> None:
 
 
 def probe_and_expect_refusal(config: ProbeConfig) -> str:
-    with pytest.raises(SettingError) as error:
+    with pytest.raises(RunError) as error:
         run_probe(config)
     return str(error.value)
 
@@ -74,7 +74,7 @@ def probe_and_expect_refusal(config: ProbeConfig) -> str:
     ("changes", "message"),
     [
         ({"ranks_per_node": 3}, "topology=3 ranks per node does not divide the 2 ranks"),
-        ({"out": Path("/proc/none/probe.json"), "ranks_per_node": 1}, "cannot write --out"),
+        ({"out": Path("/proc/none/probe.json"), "ranks_per_node": 1}, "rank 0: /proc/none: No such file"),
     ],
 )
 def test_refusals_are_the_same_on_all_ranks(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

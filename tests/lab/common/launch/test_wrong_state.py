@@ -83,7 +83,7 @@ def test_a_run_survives_a_clock_that_goes_back_a_damaged_record_and_a_nan(text, 
     nested = f'"x": {"[" * 100_000}{"]" * 100_000}, "saved_at"'
     record.write_text(record.read_text().replace('"saved_at"', nested))
     (record.parent / "SHA256SUMS").unlink()
-    write_sums(record.parent)
+    write_sums(record.parent, known={})
     code, output = run("")
     assert code == 0 and "00012 is damaged: run.json" in output and "resumed from step 9" in output, output
     assert losses(out) == undisturbed
@@ -120,7 +120,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(text, tmp_p
     def start_another(first: subprocess.Popen[str]) -> None:
         wait_for_lines(first, tmp_path / "first")
         more = options(text, tmp_path / "second", *saving(folder, 1), steps=4)
-        seen.append(outcome_of([*PRETRAIN, *more]))
+        seen.append(outcome_of([*COMMAND, "pretrain", *more]))
         os.kill(first.pid, signal.SIGTERM)
 
     run = options(text, tmp_path / "first", *saving(folder, 1))
@@ -156,7 +156,7 @@ def test_a_full_disk_is_one_line_with_the_file(text, tmp_path):
         run = [*COMMAND, "pretrain", "--nproc-per-node", "2", *options(text, out, steps=200)]
         code, output = outcome_of(run)
         (error,) = errors(output)
-        assert code == 2 and error.startswith(f"sdp4bit: error: cannot write {out}/"), error
+        assert code == 2 and error.startswith(f"sdp4bit: error: {out}/"), error
         assert " bytes are written, 0 are free" in error
 
 
