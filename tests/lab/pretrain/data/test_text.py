@@ -111,9 +111,7 @@ class TestTokenizer:
         tokenizer = load(path)
         with pytest.raises(SettingError, match="has failed on a document: index out of bounds"):
             tokenizer.encode(DOCUMENTS)
-        with pytest.raises(
-            RunError, match="rank 0: a package written in Rust has failed"
-        ):
+        with pytest.raises(RunError, match="rank 0: a package written in Rust has failed"):
             run_on_all_ranks(lambda: tokenizer._tokenizer.encode("a"))
         path.write_text("{}")
         with pytest.raises(SettingError, match=r"tokenizer\.json is not a tokenizer\.json: "):
