@@ -353,7 +353,7 @@ def run_soak(soak: Soak, folder: Path) -> dict[str, Any]:
         "first_difference": next(differing, None),
         "loads": len(resumed),
         "every_load_took_the_latest": all(line["latest"] == line["loaded"] for line in resumed),
-        "left_in_the_folder": sorted(path.name for path in (folder / "checkpoints").iterdir()),
+        "left_in_the_folder": sorted(path.name for path in (folder / "checkpoints").glob("*step-*")),
         "longest_recovery_seconds": max(recoveries, default=None),
         "others_ended_within_seconds": {name: longest_end(name) for name in ("SIGKILL", "SIGSTOP")},
         "undisturbed_seconds": undisturbed_seconds,
