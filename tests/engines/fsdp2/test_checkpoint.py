@@ -551,3 +551,28 @@ def test_an_edit_that_no_forward_has_used_survives_a_resume() -> None:
         with pytest.warns(UserWarning, match="was not saved with these weights"):
             loss = resumed.evaluate()
         assert math.isfinite(loss) and loss == run.evaluate()
+
+
+def frozen_late(folder: Path | None) -> Any:
+    """Freeze a part from the start, and another between backward and step; a resume then sends as much."""
+    run = toy.Run(toy.build(), toy.QUANTIZED, topology=1, fused=None, foreach=False)
+    block = run.model.blocks[0]
+    block.ln1.requires_grad_(False)
+    if folder is None:
+        run.train(1)
+        run.backward()
+    block.fc1.requires_grad_(False)
+    if folder is None:
+        run.step()
+    return run
+
+
+@on_ranks(2, timeout=LIMIT)
+def test_a_resume_after_freezing_in_a_step_is_bit_identical(tmp_path: Path) -> None:
+    run, resumed = frozen_late(None), frozen_late(tmp_path)
+    dcp.save({"comm": run.comm, "model": run.model.state_dict()}, checkpoint_id=str(tmp_path))
+    dcp.load({"comm": resumed.comm, "model": resumed.model.state_dict()}, checkpoint_id=str(tmp_path))
+    assert resumed.evaluate() == run.evaluate()
+    for mine, theirs in zip(resumed.comm.groups, run.comm.groups, strict=True):
+        assert torch.equal(mine.replica.own_shard, theirs.replica.own_shard)
+        assert mine.trained == theirs.trained
