@@ -80,7 +80,7 @@ def test_the_command_passes_here_and_writes_a_file_for_a_bug_report(tmp_path):
     assert [len(losses) for losses in trained["losses"].values()] == [5, 5, 5]
     assert trained["losses"]["HSDP, sdp4bit"] != trained["losses"]["sdp4bit"]
     assert checks["recommendation"]["findings"]["exchange_seconds"]["fp32 gradients"] > 0
-    text = "Result: all checks passed; here, the exchanges of a 1.3B model"
+    text = "Result: all checks passed; estimated communication of a 1.3B model"
     assert text in done.stdout.replace("\n", " ")
 
 
