@@ -214,7 +214,7 @@ def test_a_real_run_continues_a_simulated_one_and_the_other_way_round(text: Path
     run_ranks(train_here, 2, real)
     moves = (
         ("simulated", 2, real.parallel, 2, "saved with world size 1"),
-        ("simulated", 1, replace(alone, simulated_ranks=4), 1, "world size 1 as 2 simulated ranks"),
+        ("simulated", 1, replace(alone, simulated_ranks=4), 1, r"world size 1 \(2 simulated ranks"),
         ("real", 1, alone, 2, "saved with world size 2"),
     )
     for source, processes, parallel, accumulation, message in moves:

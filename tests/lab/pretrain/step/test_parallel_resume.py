@@ -68,5 +68,5 @@ def test_the_same_layout_resumes_bit_for_bit_and_another_one_in_full_precision(t
     continued = [loss for loss, *_ in found[2]]
     assert continued == pytest.approx([loss for loss, *_ in expected[2][SAVED_AT:]], rel=ROUNDING)
     assert len(texts) == 1
-    assert "as 2 data x 2 pipeline in 2 stages each and is loaded with 4 as 2 data x 2 tensor" in texts[0]
+    assert "(2 data x 2 pipeline in 2 stages each) and is loaded with 4 (2 data x 2 tensor)" in texts[0]
     assert all(other[0] == found for other in others)
