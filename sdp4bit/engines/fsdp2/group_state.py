@@ -203,10 +203,12 @@ class FSDPGroupState(GroupState):
         if is_full:
             self.count_full_refresh()
         with torch.inference_mode(False):
-            if not is_full and ranges is not None:
-                # An edit of the frozen part has not been sent and must still be detected.
-                assert before is not None
-                self.refreshed_from = torch.stack([self._checksum(row, self.trained), before[1]])
+            if ranges is not None:
+                # Unless the rows of a checkpoint were sent, too, an edit of the frozen part has not been sent
+                # and must still be detected.
+                assert is_full or before is not None
+                frozen = self._frozen_checksum(row) if before is None or is_full else before[1]
+                self.refreshed_from = torch.stack([self._checksum(row, self.trained), frozen])
             else:
                 self.trained = self.trainable()
                 self.refreshed_from = self._checksums(row)
