@@ -144,14 +144,6 @@ def test_parameters_of_another_dtype_travel_as_they_are_beside_differences() -> 
     assert block.full_refreshes == 0 and least < sent < least + 2 * (matrices / 32) + 4 * 128
 
 
-@on_ranks(2)
-def test_gradients_of_fp32_parameters_are_not_rounded_to_bf16() -> None:
-    run = Run(build(), IDENTITY, topology=1)
-    run.backward()
-    gradient = run.model.blocks[0].ln1.weight.grad.to_local()
-    assert not torch.equal(gradient, gradient.bfloat16().float())
-
-
 def narrow(config: SDP4BitConfig | None) -> list[float]:
     run = Run(build(narrow_gradients=True), config, topology=1)
     # Adam takes no gradients of another dtype than its parameter.
