@@ -25,11 +25,11 @@ from sdp4bit.config import (
 if TYPE_CHECKING:
     from sdp4bit import megatron
     from sdp4bit.collectives.errors import ExchangeError
-    from sdp4bit.engines.alerts import Alert
-    from sdp4bit.engines.audit import ReplicaMismatchError
     from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
     from sdp4bit.engines.fsdp2.api import quantize_communication
     from sdp4bit.engines.handle import CommHandle
+    from sdp4bit.observe.alerts import Alert
+    from sdp4bit.observe.audit import ReplicaMismatchError
 
 __version__ = VERSION
 
@@ -53,11 +53,11 @@ __all__ = [
 ]
 
 _IMPORTED_WHEN_USED = {
-    "Alert": "sdp4bit.engines.alerts",
+    "Alert": "sdp4bit.observe.alerts",
     "CommHandle": "sdp4bit.engines.handle",
     "DDPCommState": "sdp4bit.engines.ddp.hook",
     "ExchangeError": "sdp4bit.collectives.errors",
-    "ReplicaMismatchError": "sdp4bit.engines.audit",
+    "ReplicaMismatchError": "sdp4bit.observe.audit",
     "ddp_comm_hook": "sdp4bit.engines.ddp.hook",
     "quantize_communication": "sdp4bit.engines.fsdp2.api",
 }

@@ -20,10 +20,11 @@ from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.sections import FINE_BITS, Range
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import WeightReplica
-from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.engines.audit import ReplicaCopy
-from sdp4bit.engines.explain import Row, describe_gradients, describe_ranks, describe_weights
-from sdp4bit.engines.measures import (
+from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
+from sdp4bit.observe.alerts import Watched, thresholds_of
+from sdp4bit.observe.audit import ReplicaCopy
+from sdp4bit.observe.explain import Row, describe_gradients, describe_ranks, describe_weights
+from sdp4bit.observe.measures import (
     GradientQuantizer,
     Measures,
     gradient_squares,
@@ -158,6 +159,23 @@ class GroupState(ABC):
     def refresh_is_full(self) -> bool:
         """Whether the next refresh will be in full precision although the group has a quantizer."""
         return False
+
+    def watched(self, config: AlertConfig, *, process_group: ProcessGroup | None) -> Watched:
+        """Return the group as alerts see it; `process_group` is None for a single process."""
+        return Watched(
+            name=self.group.name,
+            row=self.index,
+            ranks=self.group.ranks,
+            process_group=process_group,
+            device=self.group.device,
+            traffic=self.gradient_traffic,
+            thresholds=thresholds_of(
+                config,
+                gradients=self.gradient_config,
+                layouts=self.gradient_layouts,
+                weights=self.weight_config,
+            ),
+        )
 
     def count_full_refresh(self) -> None:
         """Count a full-precision refresh, except for the first."""

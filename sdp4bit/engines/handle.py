@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
-from sdp4bit.engines.alerts import Alert, AlertCallback, Alerts
-from sdp4bit.engines.audit import audit_replicas
-from sdp4bit.engines.explain import render, wrapped
 from sdp4bit.engines.group import GroupState, GroupStats
-from sdp4bit.engines.measures import (
+from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
+from sdp4bit.observe.audit import audit_replicas
+from sdp4bit.observe.explain import render, wrapped
+from sdp4bit.observe.measures import (
     SQUARES,
     Measurement,
     Measures,
@@ -26,7 +26,7 @@ from sdp4bit.engines.measures import (
     total_error,
     total_measures,
 )
-from sdp4bit.engines.time_steps import StepTimes, time_steps
+from sdp4bit.observe.timing import StepTimes, time_steps
 from sdp4bit.traffic import Traffic
 
 

@@ -15,11 +15,11 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, whole_row
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AuditConfig, SDP4BitConfig
-from sdp4bit.engines.alerts import Alerts
-from sdp4bit.engines.explain import one_node_reason
 from sdp4bit.engines.group import GroupState, change_squares, is_large_change
 from sdp4bit.engines.handle import CommHandle, ModelState, StateDict
-from sdp4bit.engines.measures import sample_of
+from sdp4bit.observe.alerts import Alerts
+from sdp4bit.observe.explain import one_node_reason
+from sdp4bit.observe.measures import sample_of
 from sdp4bit.traffic import Traffic
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica
 from sdp4bit_lab.simulated.rows import RowLayout
@@ -161,9 +161,8 @@ class SimulatedCommHandle(CommHandle):
             comms.append(comm)
         super().__init__(SimulatedModelState(comms, telemetry=config.telemetry), config=config)
         if config.alerts is not None:
-            alone = [None] * len(comms)
-            telemetry = self._state.telemetry
-            self._watch(Alerts(comms, process_groups=alone, telemetry=telemetry, config=config.alerts))
+            watched = [comm.watched(config.alerts, process_group=None) for comm in comms]
+            self._watch(Alerts(watched, telemetry=self._state.telemetry))
 
     def _choose(self, comm: SimulatedGroupState, config: SDP4BitConfig) -> None:
         """Set up a group's quantized communication, or the reason for its absence."""

@@ -9,7 +9,7 @@ import pytest
 from sdp4bit.collectives.pipeline import MOST_SLICES, pipeline_chunks, slice_places
 from sdp4bit.collectives.topology import NodeLayout, arrange
 from sdp4bit.config import GradientConfig
-from sdp4bit.engines.explain import describe_gradients
+from sdp4bit.observe.explain import describe_gradients
 
 MILLION = 1_000_000
 

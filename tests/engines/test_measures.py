@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.collectives.reduce_scatter import count_nonfinite
-from sdp4bit.engines.measures import Telemetry, sample_ranges, total_measures
+from sdp4bit.observe.measures import Telemetry, sample_ranges, total_measures
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.layout import message_layout
 from tests.ranks import on_ranks, run_ranks

@@ -335,7 +335,7 @@ def check(outcomes: list[Outcome], name: str) -> None:
     assert not failure, failure
     assert faults == []
     # A measured step waits for its numbers.
-    of_library = [wait for wait in waits if "[sdp4bit/" in wait and "engines/measures.py" not in wait]
+    of_library = [wait for wait in waits if "[sdp4bit/" in wait and "observe/measures.py" not in wait]
     if name in MAY_WAIT:
         assert of_library
         assert [w for w in of_library if not any(file in w for file in MAY_WAIT[name])] == []

@@ -19,7 +19,7 @@ from sdp4bit.collectives.topology import TopologySpec, create_topologies
 from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import GradientConfig
 from sdp4bit.engines.agreement import ShardedRows, agree
-from sdp4bit.engines.explain import ONE_NODE_GRADIENTS, ONE_RANK, describe_all_reduce, describe_ranks
+from sdp4bit.observe.explain import ONE_NODE_GRADIENTS, ONE_RANK, describe_all_reduce, describe_ranks
 from sdp4bit.quantization.random import check_numbers
 from sdp4bit.traffic import TrafficCounter
 

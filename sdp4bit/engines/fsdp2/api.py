@@ -23,8 +23,6 @@ from sdp4bit.collectives.topology import TopologySpec, create_host_groups, creat
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import Layouts, ShardedRows, agree
-from sdp4bit.engines.alerts import Alerts
-from sdp4bit.engines.explain import ONE_RANK
 from sdp4bit.engines.fsdp2.checks import (
     PARTIAL_GRADIENTS,
     check_group,
@@ -51,6 +49,8 @@ from sdp4bit.engines.fsdp2.state import load_state, save_state
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
 from sdp4bit.engines.group import GroupState
 from sdp4bit.engines.handle import CommHandle, StateDict
+from sdp4bit.observe.alerts import Alerts
+from sdp4bit.observe.explain import ONE_RANK
 from sdp4bit.quantization.checksum import prepare_checksums
 from sdp4bit.quantization.random import check_numbers
 
@@ -238,11 +238,8 @@ class FSDPCommHandle(CommHandle):
                     name=comm.group.name,
                 )
         if config.alerts is not None:
-            process_groups = [comm.group.process_group for comm in comms]
-            telemetry = self._state.telemetry
-            self._watch(
-                Alerts(comms, process_groups=process_groups, telemetry=telemetry, config=config.alerts)
-            )
+            watched = [comm.watched(config.alerts, process_group=comm.group.process_group) for comm in comms]
+            self._watch(Alerts(watched, telemetry=self._state.telemetry))
         self._previous = [self._install(comm) for comm in comms]
         for comm in comms:
             comm.group.is_attached = True

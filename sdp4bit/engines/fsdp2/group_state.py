@@ -12,12 +12,12 @@ from sdp4bit.collectives.sections import Range, common_ranges, merge_ranges
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.collectives.work import HostCopy
-from sdp4bit.engines.audit import ReplicaCopy
-from sdp4bit.engines.explain import describe_all_reduce, describe_ranks
 from sdp4bit.engines.fsdp2.groups import FSDPGroup
 from sdp4bit.engines.fsdp2.refresh import FROM_CHECKPOINT, Event, Refresh, Seen, State, next_refresh
 from sdp4bit.engines.group import GroupState, change_squares
-from sdp4bit.engines.measures import GradientQuantizer, sample_of
+from sdp4bit.observe.audit import ReplicaCopy
+from sdp4bit.observe.explain import describe_all_reduce, describe_ranks
+from sdp4bit.observe.measures import GradientQuantizer, sample_of
 from sdp4bit.quantization.checksum import checksum
 from sdp4bit.traffic import TrafficCounter
 

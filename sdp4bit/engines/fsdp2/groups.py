@@ -41,7 +41,7 @@ from sdp4bit.engines.fsdp2.torch_internals import (
     param_groups_of_state,
     reduced_in,
 )
-from sdp4bit.engines.measures import pieces_of
+from sdp4bit.observe.measures import pieces_of
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
 _ATTACHED = "_sdp4bit_is_attached"  # an attribute of FSDP2's parameter groups

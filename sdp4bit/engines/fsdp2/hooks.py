@@ -24,7 +24,7 @@ from sdp4bit.engines.fsdp2.observers import in_backward
 from sdp4bit.engines.fsdp2.refresh import NO_REFRESH, Event, FSDPModelState, Refresh
 from sdp4bit.engines.fsdp2.torch_internals import Comm
 from sdp4bit.engines.group import reduction_multiplier
-from sdp4bit.engines.measures import GradientQuantizer
+from sdp4bit.observe.measures import GradientQuantizer
 
 
 class _Hook:

@@ -14,12 +14,12 @@ from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import TelemetryConfig, WeightConfig
-from sdp4bit.engines.audit import ReplicaCopy
-from sdp4bit.engines.explain import describe_gradients
 from sdp4bit.engines.group import GroupState, reduction_multiplier
 from sdp4bit.engines.handle import ModelState
-from sdp4bit.engines.measures import sample_of
 from sdp4bit.engines.megatron.buckets import MegatronBucket
+from sdp4bit.observe.audit import ReplicaCopy
+from sdp4bit.observe.explain import describe_gradients
+from sdp4bit.observe.measures import sample_of
 from sdp4bit.traffic import TrafficCounter
 
 

@@ -18,11 +18,8 @@ from sdp4bit.collectives.topology import (
 )
 from sdp4bit.collectives.work import SideStream, StagedCollectives, has_one_queue
 from sdp4bit.config import AlertConfig, AuditConfig, SDP4BitConfig
-from sdp4bit.engines.alerts import Alerts
-from sdp4bit.engines.explain import ONE_RANK, describe_gradients, one_node_note, one_node_reason
 from sdp4bit.engines.group import GroupState
 from sdp4bit.engines.handle import CommHandle, StateDict
-from sdp4bit.engines.measures import Telemetry
 from sdp4bit.engines.megatron.buckets import (
     REPLICATED_DTYPES,
     MegatronBucket,
@@ -34,6 +31,9 @@ from sdp4bit.engines.megatron.objects import Chunk, Optimizer
 from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
+from sdp4bit.observe.alerts import Alerts
+from sdp4bit.observe.explain import ONE_RANK, describe_gradients, one_node_note, one_node_reason
+from sdp4bit.observe.measures import Telemetry
 
 EXPERTS_SPLIT = "experts under tensor parallelism"  # reason why a bucket of experts is not quantized
 
@@ -249,16 +249,14 @@ def _alerts(
 ) -> Alerts:
     """Return the alerts of the quantized buckets without experts, which step later."""
     watched = [
-        comm
+        comm.watched(config, process_group=comm.group.process_group)
         for comm in comms
         if (comm.replica is not None or comm.reduction is not None) and not comm.group.is_expert
     ]
     stages = pipeline_group(chunks)
     return Alerts(
         watched,
-        process_groups=[comm.group.process_group for comm in watched],
         telemetry=telemetry,
-        config=config,
         where="" if stages is None else f"pipeline stage {stages.rank()}",
     )
 

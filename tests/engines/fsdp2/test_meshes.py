@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from sdp4bit import AlertConfig, ReplicaMismatchError, SDP4BitConfig, quantize_communication
-from sdp4bit.engines.explain import ONE_NODE, ONE_NODE_GRADIENTS, ONE_RANK
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
+from sdp4bit.observe.explain import ONE_NODE, ONE_NODE_GRADIENTS, ONE_RANK
 from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
 from tests.engines.fsdp2 import toy_moe
 from tests.engines.fsdp2.test_bytes import count_sent_bytes

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig
-from sdp4bit.engines.explain import ONE_RANK
+from sdp4bit.observe.explain import ONE_RANK
 from tests.engines.megatron.runs import (
     EXACT_AND_CLOSE,
     IDENTITY,

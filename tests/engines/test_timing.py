@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from sdp4bit import SDP4BitConfig, WeightConfig
 from sdp4bit.engines import time_steps as module
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook
-from sdp4bit.engines.time_steps import StepTimes, time_steps
+from sdp4bit.observe.timing import StepTimes, time_steps
 from tests.ranks import on_ranks, run_ranks
 from tests.toy import IDENTITY, LOSSLESS, QUANTIZED, Run, build, loss_of
 
