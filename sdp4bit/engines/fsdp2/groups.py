@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -277,6 +277,15 @@ class FSDPGroup:
             )
             start = end
         return result
+
+    def requiring_grad(self) -> frozenset[int]:
+        """Return the indices of the segments that require a gradient now."""
+        return frozenset(i for i, segment in enumerate(self.segments) if segment.sharded.requires_grad)
+
+    def has_gradient(self, chosen: Collection[int]) -> bool:
+        """Return whether a segment that no rank holds empty has a gradient, of those chosen by index."""
+        segments = [self.segments[index] for index in chosen]
+        return any(each.is_on_all_ranks and each.sharded.grad is not None for each in segments)
 
     def _name_of(self, param: Param) -> str:
         owner = self._module_names.get(id(param._module_info.module), "")

@@ -19,9 +19,10 @@ from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
+from sdp4bit.engines.fsdp2.freshness import NOTHING_DUE, Due, Event
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.observers import in_backward
-from sdp4bit.engines.fsdp2.refresh import NO_REFRESH, Event, FSDPModelState, Refresh
+from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 from sdp4bit.engines.fsdp2.torch_internals import Comm
 from sdp4bit.engines.group import reduction_multiplier
 from sdp4bit.observe.measures import GradientQuantizer
@@ -92,21 +93,20 @@ class AllGatherHook(_Hook):
 
         # 1. Decide on the host. Backward uses the weights of its forward, even if an optimizer steps in
         # between.
-        refresh = NO_REFRESH
-        if not (in_backward() and replica.rows is not None):
-            if not in_backward():
+        due, is_backward = NOTHING_DUE, in_backward()
+        if not (is_backward and replica.rows is not None):
+            if not is_backward:
                 self._state.before_unshard(comm)
             if replica.rows is not None and replica.rows.dtype != row.dtype:
-                comm.apply(Event.RESYNC)
-            refresh = comm.due()
+                comm.fresh.apply(Event.RESYNC)
+            due = comm.fresh.due()
         # After the decision, which may end the last step and its counts.
         comm.weight_traffic.count_plain(row.nbytes)
 
         # 2. Read the main shard on the current stream, because the optimizer might write it before a side
         # stream reads it.
-        loaded = comm.loaded_shard
-        main = None if refresh.ranges == "none" else row
-        if main is not None and comm.group.rounds_weights and replica.bits is not None:
+        main = None if due.refresh.ranges == "none" else row
+        if main is not None and replica.config.bits is not None and comm.group.rounds_weights:
             # Differences need fp32 weights (docs/numerics.md, "Differences of fp32 weights"), as a plain
             # tensor that training may read after inference mode.
             with torch.inference_mode(False):
@@ -122,16 +122,16 @@ class AllGatherHook(_Hook):
         # wait for the copy-out ("Note: Overlapping all-gather copy-in and all-gather" in
         # _fsdp_param_group.py).
         is_beside = async_op and row.device.type == "cuda"
-        kept = (row.untyped_storage(), loaded, main if is_beside else None)
+        kept = (row.untyped_storage(), due.loaded, main if is_beside else None)
         output.read_by_refresh = kept  # type: ignore[attr-defined]
 
         # 4. Refresh the replica, and fill the output from it.
         if is_beside:
             # Pipeline schedules unshard like this, on the compute stream, which a refresh would delay. The
             # user of the weights waits for the returned work.
-            serve = partial(self._refresh_and_fill, output, row, loaded, main, refresh)
+            serve = partial(self._refresh_and_fill, output, row, main, due)
             return replica.run_beside(self._state.unshard_stream, serve)
-        self._refresh(row, loaded, main, refresh)
+        self._refresh(row, main, due)
         if replica.is_pending and row.device.type == "cpu":
             # On the CPU, transfers continue until FSDP2 needs the weights. On a GPU the streams overlap them.
             return DeferredWork(partial(self._fill, output))
@@ -139,34 +139,32 @@ class AllGatherHook(_Hook):
         # FSDP2 records an event after a synchronous call itself.
         return CompletedWork(output.device) if async_op else None
 
-    def _refresh_and_fill(
-        self, output: Tensor, row: Tensor, loaded: Tensor | None, main: Tensor | None, refresh: Refresh
-    ) -> None:
-        self._refresh(row, loaded, main, refresh)
+    def _refresh_and_fill(self, output: Tensor, row: Tensor, main: Tensor | None, due: Due) -> None:
+        self._refresh(row, main, due)
         self._fill(output)
 
     @torch.inference_mode(False)  # an evaluation may create the replica that training updates in place
-    def _refresh(self, row: Tensor, loaded: Tensor | None, main: Tensor | None, refresh: Refresh) -> None:
+    def _refresh(self, row: Tensor, main: Tensor | None, due: Due) -> None:
         """Start the transfers of a refresh.
 
         Args:
             row: [n], the main shard in the gathered dtype.
-            loaded: [n], the row of a checkpoint.
             main: [n], the main shard whose difference is sent.
         """
         comm, replica = self._comm, self._comm.replica
-        if refresh.kind == "none":
+        if due.refresh.kind == "none":
             return
         assert replica is not None
-        ranges = comm.ranges_of(refresh)
-        if refresh.is_full:
-            replica.start_full_refresh(row if loaded is None else loaded)
+        if due.refresh.is_full:
+            replica.start_full_refresh(row if due.loaded is None else due.loaded)
         if main is not None:
-            replica.start_quantized_refresh(main, ranges=ranges, bits=row)
+            replica.start_quantized_refresh(main, ranges=due.ranges, bits=row)
             comm.refreshes += 1
         # Only now, so that an exception above leaves the refresh due.
-        comm.note_refresh(row, refresh=refresh, ranges=ranges)
-        self._state.warn_of_full_refreshes(comm)
+        comm.fresh.sent(due, row, nonfinite=replica.nonfinite)
+        if due.refresh.is_full:
+            comm.count_full_refresh()
+            self._state.warn_of_full_refreshes(comm)
 
     def _fill(self, output: Tensor) -> None:
         """Fill the output with the weights of all ranks; waits for the refresh."""

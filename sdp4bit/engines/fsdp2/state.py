@@ -14,8 +14,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
-from sdp4bit.engines.fsdp2.refresh import FROM_CHECKPOINT, Event, FSDPModelState
+from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 from sdp4bit.engines.handle import StateDict, check_state
 
 FORMAT_VERSION = 2
@@ -33,22 +34,23 @@ def save_state(state: FSDPModelState) -> StateDict:
     replica: dict[str, DTensor] = {}
     fingerprints: dict[str, DTensor] = {}
     for comm, keys in zip(state.groups, _keys(state), strict=True):
-        row, marks, due = comm.loaded_shard, comm.loaded_fingerprints, comm.due_segments()
+        fresh = comm.fresh
+        row, marks, due = fresh.loaded_row, fresh.loaded_fingerprints, fresh.due_segments()
         if row is None or marks is None:
-            marks = comm.fingerprints()
-            if comm.state in FROM_CHECKPOINT:
+            marks = fresh.fingerprints()
+            if fresh.state in FROM_CHECKPOINT:
                 # This rank's row was not usable. A wrong fingerprint prevents all ranks from using theirs.
                 marks = marks + 1
-            if comm.replica is None or comm.replica.rows is None or comm.refresh_is_full:
+            if comm.replica is None or comm.replica.rows is None or fresh.is_full_due:
                 # A full-precision refresh is due. A resumed run starts with one if nothing is pending.
                 row, due = comm.group.gathered_shard(), frozenset()
             else:
                 row = comm.replica.own_shard
                 # After an unused load or edit, and with NaN or infinity, this run continues in full
                 # precision. A wrong fingerprint makes the resumed run do the same.
-                edited, is_nonfinite = comm.has_edits(), comm.values_of(row).isfinite().all().logical_not()
+                edited, is_nonfinite = fresh.find_edits(), comm.values_of(row).isfinite().all().logical_not()
                 is_unusable = is_nonfinite if edited is None else edited | is_nonfinite
-                marks = marks + is_unusable.to(marks.dtype) + int(comm.seen.was_loaded)
+                marks = marks + is_unusable.to(marks.dtype) + int(fresh.seen.was_loaded)
         numbers = [comm.reductions, comm.refreshes, comm.all_reduces]
         # No two ranks of the mesh with the most dimensions hold the same shards.
         mesh = max((s.sharded.device_mesh for s in comm.group.segments), key=lambda mesh: mesh.ndim)
@@ -106,12 +108,10 @@ def load_state(state: FSDPModelState, saved: StateDict) -> None:
         values = [[int(v) for v in saved["counters"].get(key, [0, 0, 0, 0])] for key in keys]
         comm.reductions, comm.refreshes, comm.all_reduces, _ = values[0]
         due = frozenset(index for index, numbers in enumerate(values) if numbers[3])
-        comm.trained = comm.seen.trained = due
         marks = [_local(saved["fingerprints"].get(key)) for key in keys]
         known = [mark.to(comm.group.device) for mark in marks if mark is not None]
-        comm.loaded_fingerprints = torch.stack(known) if len(known) == len(marks) else None
-        comm.loaded_shard = _row(comm, keys, saved["replica"])
-        comm.apply(Event.STEPPED_STATE_LOADED if due else Event.STATE_LOADED)
+        fingerprints = torch.stack(known) if len(known) == len(marks) else None
+        comm.fresh.load(_row(comm, keys, saved["replica"]), fingerprints=fingerprints, due=due)
 
 
 def _row(comm: FSDPGroupState, keys: Sequence[str], replica: Mapping[str, object]) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
-from sdp4bit.engines.fsdp2.refresh import State
+from sdp4bit.engines.fsdp2.freshness import State
 from sdp4bit.quantization.checksum import checksum
 from tests import ROOT, toy
 from tests.ranks import on_ranks, run_ranks
@@ -145,7 +145,7 @@ def save_and_go_on(folder: str, config: SDP4BitConfig, after: int) -> tuple[list
     job.train(BEFORE)
     job.save(f"{folder}/after-step", comm=job.comm)
     job.logits()
-    assert {comm.state for comm in job.comm.groups} == {State.CURRENT}
+    assert {comm.fresh.state for comm in job.comm.groups} == {State.CURRENT}
     job.save(f"{folder}/after-eval", comm=job.comm.state_dict())
     return job.train(after), job.bits()
 
@@ -363,7 +363,7 @@ def test_a_checkpoint_without_the_state_is_loaded_by_the_documented_lines(tmp_pa
         exec(recipe, {"dcp": dcp, **names})
         set_state_dict(resumed.model, resumed.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         assert weights_of(resumed) == weights
-        assert {comm.state for comm in resumed.comm.groups} == {state}
+        assert {comm.fresh.state for comm in resumed.comm.groups} == {state}
 
 
 # -- what is saved ------------------------------------------------------------------------------------
@@ -547,7 +547,7 @@ def test_an_edit_that_no_forward_has_used_survives_a_resume() -> None:
         resumed = toy.Run(toy.build(), toy.QUANTIZED, topology=1)
         resumed.model.load_state_dict(run.model.state_dict())
         resumed.comm.load_state_dict(run.comm.state_dict())
-        assert {comm.state for comm in resumed.comm.groups} == {State.LOADED}
+        assert {comm.fresh.state for comm in resumed.comm.groups} == {State.LOADED}
         with pytest.warns(UserWarning, match="was not saved with these weights"):
             loss = resumed.evaluate()
         assert math.isfinite(loss) and loss == run.evaluate()
@@ -575,4 +575,4 @@ def test_a_resume_after_freezing_in_a_step_is_bit_identical(tmp_path: Path) -> N
     assert resumed.evaluate() == run.evaluate()
     for mine, theirs in zip(resumed.comm.groups, run.comm.groups, strict=True):
         assert torch.equal(mine.replica.own_shard, theirs.replica.own_shard)
-        assert mine.trained == theirs.trained
+        assert mine.fresh.trained == theirs.fresh.trained

@@ -1,0 +1,365 @@
+"""The decision which refresh the replica of a parameter group needs.
+
+A replica represents one version of the main weights. Optimizer steps, edits, loads and NaN make it stale.
+`Freshness` holds all that decides, `next_refresh` is the table, and neither sends anything: `events.py` makes
+the ranks agree on their flags, and `hooks.py` sends the refresh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdp4bit.collectives.sections import Range, merge_ranges
+from sdp4bit.collectives.work import HostCopy
+from sdp4bit.engines.fsdp2.groups import FSDPGroup
+from sdp4bit.quantization.checksum import checksum
+
+
+class State(Enum):
+    """How the replica of a parameter group relates to its main weights."""
+
+    NEVER = auto()  # never refreshed
+    CURRENT = auto()  # equals the main weights up to the rounding of the last differences
+    STEPPED = auto()  # an optimizer has changed trainable weights
+    EDITED = auto()  # weights anywhere in the row have changed a little
+    LOADED = auto()  # rows of a checkpoint are due; it was saved with nothing pending
+    LOADED_STEPPED = auto()  # the same, saved between an optimizer step and the refresh after it
+    FULL_DUE = auto()  # weights were loaded or replaced, or full precision was requested
+    NOT_FINITE = auto()  # holds NaN or infinity and weights have changed: a difference would be NaN
+
+
+class Event(Enum):
+    """A reason for another refresh, or a use of the weights; the same on all ranks of a group."""
+
+    STEP = auto()  # an optimizer has stepped
+    SMALL_EDIT = auto()  # weights were changed by other means, by at most SMALL_EDIT
+    LARGE_CHANGE = auto()  # they changed by more, or a step in evaluation mode did
+    NONFINITE = auto()  # the last refresh has left NaN or infinity in the replica
+    WEIGHTS_LOADED = auto()  # a state dict was loaded into the model
+    RESYNC = auto()  # full precision was requested or is due on a rank, or weights have another dtype
+    STATE_LOADED = auto()  # the communication state was loaded, with nothing pending
+    STEPPED_STATE_LOADED = auto()  # the same, with a step that had not been sent
+    MISFIT = auto()  # rows of a checkpoint belong to other weights or to another rank
+    GATHER = auto()  # the weights are needed, outside of backward
+
+
+class Refresh(NamedTuple):
+    """A refresh and the state after it; full-precision rows are sent before a difference."""
+
+    # "full" sends main shards, "checkpoint" loaded rows, both in full precision.
+    kind: Literal["none", "full", "checkpoint", "difference", "checkpoint, difference"]
+    # The part of a row whose quantized difference is sent; "trained" excludes frozen parameters.
+    ranges: Literal["none", "trained", "row"]
+    state: State
+
+    @property
+    def is_full(self) -> bool:
+        return self.kind not in ("none", "difference")
+
+
+_REFRESHES = {
+    State.NEVER: Refresh("full", "none", State.CURRENT),
+    State.CURRENT: Refresh("none", "none", State.CURRENT),
+    State.STEPPED: Refresh("difference", "trained", State.CURRENT),
+    State.EDITED: Refresh("difference", "row", State.CURRENT),
+    State.LOADED: Refresh("checkpoint", "none", State.CURRENT),
+    State.LOADED_STEPPED: Refresh("checkpoint, difference", "trained", State.CURRENT),
+    State.FULL_DUE: Refresh("full", "none", State.CURRENT),
+    State.NOT_FINITE: Refresh("full", "none", State.CURRENT),
+}
+_HELD = (State.CURRENT, State.STEPPED, State.EDITED)  # differences from the held weights make sense
+FROM_CHECKPOINT = (State.LOADED, State.LOADED_STEPPED)
+_TRANSITIONS: dict[Event, dict[State, State]] = {
+    Event.STEP: {State.CURRENT: State.STEPPED, State.LOADED: State.LOADED_STEPPED},
+    Event.SMALL_EDIT: {State.CURRENT: State.EDITED, State.STEPPED: State.EDITED},
+    Event.LARGE_CHANGE: dict.fromkeys((*_HELD, State.LOADED_STEPPED), State.FULL_DUE),
+    # Unchanged weights that are not finite need no second refresh.
+    Event.NONFINITE: {State.STEPPED: State.NOT_FINITE, State.EDITED: State.NOT_FINITE},
+    # Rows of a checkpoint stay due: their weights may be loaded after them.
+    Event.WEIGHTS_LOADED: dict.fromkeys((*_HELD, State.NOT_FINITE), State.FULL_DUE),
+    Event.RESYNC: dict.fromkeys([state for state in State if state is not State.NEVER], State.FULL_DUE),
+    Event.STATE_LOADED: dict.fromkeys(State, State.LOADED),
+    Event.STEPPED_STATE_LOADED: dict.fromkeys(State, State.LOADED_STEPPED),
+    Event.MISFIT: dict.fromkeys(FROM_CHECKPOINT, State.FULL_DUE),
+}
+
+
+def next_refresh(state: State, event: Event) -> Refresh:
+    """Return the refresh that an event causes."""
+    if event is Event.GATHER:
+        return _REFRESHES[state]
+    return Refresh("none", "none", _TRANSITIONS[event].get(state, state))
+
+
+def decision_table() -> str:
+    """Return `next_refresh` in Markdown: the next state, "-" if it stays, and the refresh of GATHER."""
+    lines = [f"| | {' | '.join(f'`{event.name}`' for event in Event)} |", "|---" * (len(Event) + 1) + "|"]
+    for state in State:
+        after = [next_refresh(state, event).state for event in Event if event is not Event.GATHER]
+        kind, ranges, _ = next_refresh(state, Event.GATHER)
+        gather = kind if ranges == "none" else f"{kind} ({ranges})"
+        cells = [f"`{state.name}`", *("-" if each is state else each.name for each in after), gather]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+@dataclass
+class Seen:
+    """The events of a group since its last refresh, as this rank has seen them."""
+
+    has_stepped: bool = False  # an optimizer has stepped; reset when the ranks have agreed on it
+    was_loaded: bool = False  # a state dict was loaded; reset likewise
+    is_reduced: bool = False  # gradients have been reduced
+    trained: frozenset[int] = frozenset()  # segments that required a gradient when gradients were reduced
+
+
+class Flags(NamedTuple):
+    """Events on which the ranks of a group agree: each is set if any of them has set it."""
+
+    full_due: bool  # a refresh in full precision is due, or one was interrupted by an exception
+    stepped: bool
+    edited: bool
+    loaded: bool
+    nonfinite: bool
+    evaluates: bool
+    misfit: bool
+
+
+class Due(NamedTuple):
+    """A refresh of this rank's row, which `Freshness.sent` takes when it has been sent."""
+
+    refresh: Refresh
+    loaded: Tensor | None = None  # [n], the row of a checkpoint
+    ranges: list[Range] | None = None  # whose difference is sent; None for the entire row
+    trained: frozenset[int] = frozenset()  # segments that are trainable now
+
+
+NOTHING_DUE = Due(_REFRESHES[State.CURRENT])
+
+
+class Freshness:
+    """All that decides the refreshes of one group: its state, this rank's events, and the last refresh."""
+
+    def __init__(self, group: FSDPGroup, *, nodes: int) -> None:
+        self._group = group
+        self._nodes = nodes
+        self.state = State.NEVER
+        self.seen = Seen()
+        # Segments that were trainable at the last refresh; the others are frozen and not sent.
+        self.trained: frozenset[int] = frozenset()
+        # Of the row of the last refresh: checksums of its trained and its frozen part, int64 [2], its dtype,
+        # and whether it held NaN or infinity.
+        self._checksums: Tensor | None = None
+        self._dtype = torch.float32
+        self._nonfinite: HostCopy | None = None
+        self._is_accumulating = False  # the last forward only accumulated gradients
+        self.full_in_a_row = 0
+        # From a checkpoint, until the next refresh: the replica's row of this rank's shard, and fingerprints
+        # of the main shards when they were saved, int64 [segments, slots of this rank].
+        self.loaded_row: Tensor | None = None
+        self.loaded_fingerprints: Tensor | None = None
+
+    # -- events that this rank sees ---------------------------------------------------------------------
+
+    def note_reduction(self) -> None:
+        """Record that gradients of the group are being reduced."""
+        self.seen.is_reduced = True
+        self.seen.trained |= self._group.requiring_grad()
+
+    def note_step(self, *, by_hand: bool) -> None:
+        """Record that an optimizer of this rank has stepped somewhere in the model."""
+        # Any optimizer counts, because other ranks may divide the parameters among optimizers differently. A
+        # group without a gradient since its last refresh does not count, unless the user reports the step.
+        # So a discriminator's step does not send the generator's weights.
+        trainable = self._trainable()
+        has_gradient = self.seen.is_reduced or self._group.has_gradient(trainable)
+        self.seen.has_stepped |= bool(trainable) and (by_hand or has_gradient)
+
+    def _trainable(self) -> frozenset[int]:
+        """Return the segments that an optimizer step may change; the same on every rank of the group."""
+        # A parameter that was frozen after its gradient was reduced may still change in the step. Its `.grad`
+        # must not decide that, because a rank whose shard is empty may never clear it.
+        return self.seen.trained | self._group.requiring_grad()
+
+    def load(self, row: Tensor | None, *, fingerprints: Tensor | None, due: frozenset[int]) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            row: [n], the replica of this rank's shard; None if it is missing.
+            fingerprints: of the main shards when they were saved; None if some are missing.
+            due: the segments whose difference was due.
+        """
+        self.seen, self.trained = Seen(trained=due), due
+        self.loaded_row, self.loaded_fingerprints = row, fingerprints
+        self.apply(Event.STEPPED_STATE_LOADED if due else Event.STATE_LOADED)
+
+    # -- agreement of the ranks -------------------------------------------------------------------------
+
+    def may_wait(self) -> bool:
+        """Return whether the host may wait for the checksums of `find_edits`; called once per forward."""
+        # A GPU would be waited for in every micro-batch of an accumulation. The forward whose gradients are
+        # reduced finds an edit between two of them.
+        group, was_accumulating = self._group, self._is_accumulating
+        self._is_accumulating = group.module.training and not group.reduces_gradients
+        return group.device.type == "cpu" or not (self._is_accumulating and was_accumulating)
+
+    def find_edits(self) -> Tensor | None:
+        """Return whether weights differ from those of the last refresh, a bool scalar; None if unknown."""
+        before = self._checksums
+        if self.state not in (State.CURRENT, State.STEPPED) or before is None:
+            return None
+        # After a step only the frozen part is compared, because the difference of the rest is sent anyway.
+        has_stepped = self.seen.has_stepped or self.state is State.STEPPED
+        frozen = self._everything() - self.trained
+        if has_stepped and not frozen:
+            return None
+        row = self._group.main_shard(self._dtype)
+        is_edited = self._checksum(row, frozen) != before[1]
+        return is_edited if has_stepped else is_edited | (self._checksum(row, self.trained) != before[0])
+
+    def flags(self, *, edited: bool, is_torn: bool, has_gradients: bool) -> Flags:
+        """Return the events that this rank has seen.
+
+        Args:
+            edited: the result of `find_edits`.
+            is_torn: whether an exception has interrupted a refresh of the replica.
+            has_gradients: whether the forward that begins computes gradients.
+        """
+        # The host does not wait for the flag of the device: one that arrives late counts in the next step.
+        nonfinite = None if self._nonfinite is None else self._nonfinite.arrived()
+        return Flags(
+            full_due=is_torn or self.state in (State.NEVER, State.FULL_DUE),
+            stepped=self.seen.has_stepped or self.state in (State.STEPPED, State.LOADED_STEPPED),
+            edited=edited,
+            loaded=self.seen.was_loaded,
+            nonfinite=nonfinite is not None and bool(nonfinite),
+            # Training in eval mode, which only switches dropout off, has gradients.
+            evaluates=not self._group.module.training and not has_gradients,
+            misfit=self._has_misfit(),
+        )
+
+    def _has_misfit(self) -> bool:
+        """Return whether the loaded row is missing or was saved by another rank or with other weights."""
+        if self.state not in FROM_CHECKPOINT:
+            return False
+        if self.loaded_row is None or self.loaded_fingerprints is None:
+            return True
+        return not bool((self.loaded_fingerprints == self.fingerprints().unsqueeze(1)).all())
+
+    def fingerprints(self) -> Tensor:
+        """Return fingerprints of the main shards and the number of nodes, int64 [segments]."""
+        return self._group.fingerprints() + (self._nodes << 40)
+
+    def agree(self, flags: Flags) -> bool:
+        """Apply the events that any rank has seen; return whether rows of a checkpoint were refused."""
+        self.seen.has_stepped = self.seen.was_loaded = False
+        events = {
+            Event.RESYNC: flags.full_due,
+            Event.STEP: flags.stepped,
+            Event.WEIGHTS_LOADED: flags.loaded,
+            Event.NONFINITE: flags.nonfinite,
+        }
+        for event in (event for event, is_set in events.items() if is_set):
+            self.apply(event)
+        before = self.state
+        if flags.misfit:
+            self.apply(Event.MISFIT)
+        return self.state is not before
+
+    def needs_size(self, flags: Flags, *, sends_differences: bool) -> bool:
+        """Return whether the size of the change decides between a difference and full precision."""
+        # An evaluation may have replaced the weights by averages, for which a difference is too coarse, and
+        # its bytes hardly matter. With mode="direct" the replica always differs.
+        has_changed = self.state in (State.STEPPED, State.EDITED, State.LOADED_STEPPED)
+        is_evaluated = has_changed and flags.evaluates and sends_differences
+        return is_evaluated or (flags.edited and self.state in _HELD)
+
+    def agree_on_size(self, flags: Flags, *, is_large: bool, sends_differences: bool) -> None:
+        """Apply the size of a change, on which the ranks have agreed."""
+        if is_large or (flags.edited and not sends_differences):
+            self.apply(Event.LARGE_CHANGE)
+        elif flags.edited:
+            self.apply(Event.SMALL_EDIT)
+
+    def apply(self, event: Event) -> None:
+        """Change the state by an event other than a gather; called on all ranks."""
+        self.state = next_refresh(self.state, event).state
+        if self.state not in FROM_CHECKPOINT:
+            self.loaded_row = None
+
+    # -- the refresh ------------------------------------------------------------------------------------
+
+    @property
+    def is_full_due(self) -> bool:
+        """Whether the next refresh is in full precision."""
+        return next_refresh(self.state, Event.GATHER).is_full
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether this rank knows of a change of the weights that has not been sent."""
+        return self.seen.has_stepped or self.seen.was_loaded or self.state is not State.CURRENT
+
+    def due(self) -> Due:
+        """Return the refresh that the next gather needs; nothing changes until it has been `sent`."""
+        refresh = next_refresh(self.state, Event.GATHER)
+        if refresh.kind == "none":
+            return NOTHING_DUE
+        chosen = self._everything() if refresh.ranges != "trained" else self._sent_segments()
+        ranges = None if chosen == self._everything() else self._ranges(chosen)
+        return Due(refresh, self.loaded_row, ranges, self._group.requiring_grad())
+
+    def due_segments(self) -> frozenset[int]:
+        """Return the segments whose difference is due, including steps not yet agreed on."""
+        ranges = next_refresh(self.state, Event.GATHER).ranges
+        if ranges == "row":
+            return self._everything()
+        if ranges == "trained" or (self.seen.has_stepped and self.state is State.CURRENT):
+            return self._sent_segments()
+        return frozenset()
+
+    def sent(self, due: Due, row: Tensor, *, nonfinite: Tensor) -> None:
+        """Record a refresh; called once its transfers have been issued.
+
+        Args:
+            row: [n], the main shard in the gathered dtype.
+            nonfinite: whether the values that were sent held NaN or infinity, a bool scalar on the device.
+        """
+        # The state first: if the checksums below run out of memory, the other ranks have this state, too, and
+        # the old checksums find an edit.
+        self.state, self.seen, self.loaded_row = due.refresh.state, Seen(), None
+        self._nonfinite = HostCopy(nonfinite)
+        before, is_full = self._checksums, due.refresh.is_full
+        # An evaluation may have swapped averages in, and the next forward in training has them out again.
+        counts = is_full and before is not None and self._group.module.training
+        self.full_in_a_row = self.full_in_a_row + 1 if counts else 0
+        if due.ranges is None:
+            self.trained = due.trained
+        if before is None or is_full or due.ranges is None:
+            frozen = self._checksum(row, self._everything() - self.trained)
+        else:
+            # A difference of the rest has not sent an edit of the frozen part, which must still be detected.
+            frozen = before[1]
+        self._checksums, self._dtype = torch.stack([self._checksum(row, self.trained), frozen]), row.dtype
+
+    def _everything(self) -> frozenset[int]:
+        return frozenset(range(len(self._group.segments)))
+
+    def _sent_segments(self) -> frozenset[int]:
+        """Return the segments that were trainable at the last refresh; all segments if that has changed."""
+        # Edits of weights that were frozen until then may have gone undetected.
+        return self.trained if self.trained == self._trainable() else self._everything()
+
+    def _ranges(self, chosen: frozenset[int]) -> list[Range]:
+        segments = self._group.segments
+        return merge_ranges([(segments[index].start, segments[index].end) for index in sorted(chosen)])
+
+    def _checksum(self, row: Tensor, chosen: frozenset[int]) -> Tensor:
+        pieces = [row[start:end] for start, end in self._ranges(chosen)]
+        if not pieces:
+            return row.new_zeros((), dtype=torch.int64)
+        return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
