@@ -43,7 +43,7 @@ PRELOAD = ["tests.engines.stream_scenarios"]
 
 pytestmark = pytest.mark.timeout(1000)  # fixtures, which wait for ranks up to 900 s
 
-EDITS = "fsdp2/refresh.py"
+EDITS = "fsdp2/events.py"
 MAY_WAIT = {
     "load": ("engines/fsdp2/",),  # the ranks agree whether the loaded rows fit
     "load, full replica": ("engines/fsdp2/",),

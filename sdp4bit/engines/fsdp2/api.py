@@ -34,6 +34,7 @@ from sdp4bit.engines.fsdp2.checks import (
     unquantized_reasons,
     warn_of_layout,
 )
+from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.groups import (
     CommObjects,
@@ -43,8 +44,6 @@ from sdp4bit.engines.fsdp2.groups import (
     reduce_over_copies,
 )
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook, ReplicaGroup
-from sdp4bit.engines.fsdp2.observers import in_backward
-from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 from sdp4bit.engines.fsdp2.state import load_state, save_state
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
 from sdp4bit.engines.group import GroupState

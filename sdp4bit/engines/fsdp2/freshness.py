@@ -206,7 +206,7 @@ class Freshness:
         # reduced finds an edit between two of them.
         group, was_accumulating = self._group, self._is_accumulating
         self._is_accumulating = group.module.training and not group.reduces_gradients
-        return group.device.type == "cpu" or not (self._is_accumulating and was_accumulating)
+        return _is_on_host(group) or not (self._is_accumulating and was_accumulating)
 
     def find_edits(self) -> Tensor | None:
         """Return whether weights differ from those of the last refresh, a bool scalar; None if unknown."""
@@ -363,3 +363,7 @@ class Freshness:
         if not pieces:
             return row.new_zeros((), dtype=torch.int64)
         return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+
+
+def _is_on_host(group: FSDPGroup) -> bool:
+    return group.device.type == "cpu"

@@ -51,6 +51,10 @@ class FSDPGroupState(GroupState):
     def refresh_is_full(self) -> bool:
         return self.fresh.is_full_due
 
+    @property
+    def sends_differences(self) -> bool:
+        return self.replica is not None and self.replica.sends_differences
+
     def has_unsummed_gradients(self) -> bool:
         """Return whether gradients exist that were not summed over replicas."""
         return self.awaits_replicas and any(s.sharded.grad is not None for s in self.group.segments)

@@ -19,10 +19,9 @@ from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
+from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.freshness import NOTHING_DUE, Due, Event
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
-from sdp4bit.engines.fsdp2.observers import in_backward
-from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 from sdp4bit.engines.fsdp2.torch_internals import Comm
 from sdp4bit.engines.group import reduction_multiplier
 from sdp4bit.observe.measures import GradientQuantizer

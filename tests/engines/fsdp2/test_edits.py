@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import SDP4BitConfig, quantize_communication
-from sdp4bit.engines.fsdp2 import observers
+from sdp4bit.engines.fsdp2 import events
 from sdp4bit.quantization.layout import MessageLayout
 from tests import mutations
 from tests.engines.fsdp2 import weight_edits
@@ -279,8 +279,8 @@ def test_a_state_dict_that_is_kept_is_looked_at_once_per_forward() -> None:
     handed_out = run.comm._state.aliases._kept.values()
     assert max(len(each) for each in handed_out) <= 2
     run.train(1)
-    versions = mock.Mock(side_effect=observers.tensor_version)
-    with mock.patch.object(observers, "tensor_version", versions):
+    versions = mock.Mock(side_effect=events.tensor_version)
+    with mock.patch.object(events, "tensor_version", versions):
         run.evaluate()
     # Its tensors are asked twice each: whether they were written to, and what they are from now on.
     assert 0 < versions.call_count <= 2 * len(kept)

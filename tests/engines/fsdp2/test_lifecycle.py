@@ -24,7 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig, quantize_communication
-from sdp4bit.engines.fsdp2.observers import StepObserver
+from sdp4bit.engines.fsdp2.events import StepObserver
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from tests import toy
 from tests.ranks import on_ranks, run_ranks

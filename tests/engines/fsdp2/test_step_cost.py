@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.engines.fsdp2.events import FSDPModelState
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook
-from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 from tests.engines.simulated_cuda import Kernels, simulate
 from tests.engines.stream_scenarios import (
     FULL,

@@ -1,0 +1,481 @@
+"""Events of a model: optimizer steps and loads on this rank, agreement of the ranks, and step boundaries.
+
+Because ranks see different events, one all-reduce of a few flags per group and forward combines them.
+`freshness.py` decides from the result.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.work import SideStream
+from sdp4bit.config import TelemetryConfig
+from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT, Event, Flags
+from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
+from sdp4bit.engines.fsdp2.groups import ParamSegment, reduce_over_copies, tensor_version
+from sdp4bit.engines.fsdp2.torch_internals import RootContext
+from sdp4bit.engines.group import SMALL_EDIT, is_large_change
+from sdp4bit.engines.handle import ModelState, logger
+
+FULL_REFRESHES_IN_A_ROW = 3  # consecutive ones that cause a warning
+
+
+_dropped: list[RemovableHandle] = []
+"""Hooks of models that were freed while attached."""
+
+
+def in_backward() -> bool:
+    """Return whether autograd is running on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class StepObserver:
+    """Detects optimizer steps over a model's parameters."""
+
+    def __init__(
+        self,
+        segments: Sequence[ParamSegment],
+        *,
+        count: Callable[[Sequence[object]], None],
+        after_step: Callable[..., None],
+    ) -> None:
+        """Observe the parameters of these segments.
+
+        Args:
+            count: called at each step with the optimizer's parameters.
+            after_step: called once per step or backward with `by_hand`, whether the user has reported it.
+        """
+        self._segments, self._count, self._after_step = segments, count, after_step
+        self._known: dict[int, ParamSegment] = {}
+        # Optimizers of other models, by id, with the ids of their parameters.
+        self._foreign: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = {}
+        self._stepping_in = -1
+        self.is_reduced = False  # gradients have been reduced since the last optimizer step
+
+    def watch_optimizers(self) -> RemovableHandle:
+        """Watch the steps of every torch optimizer; the hook does not keep the model alive."""
+        # Removed here and not by the finalizer below: a garbage collection may come while an optimizer
+        # iterates over its hooks.
+        while _dropped:
+            _dropped.pop().remove()
+        reference = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            observer = reference()
+            if observer is not None and not observer._only_creates_state(optimizer):
+                observer.note_step(optimizer)
+
+        # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
+        hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
+        weakref.finalize(self, _dropped.append, hook)
+        return hook
+
+    def _only_creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step cannot change weights: no reduced gradients and a learning rate of zero."""
+        # torch.distributed.checkpoint takes such steps to create optimizer states, for stateless optimizers
+        # at every save. A rate on the device is not read, because the host would have to wait for it.
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        on_host = [float(r) for r in rates if isinstance(r, float | int | Tensor) and not _on_device(r)]
+        return not self.is_reduced and on_host == [0.0] * len(rates)
+
+    def note_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Record an optimizer step if it includes a parameter of the model (None: reported by the user)."""
+        params: list[object] = []
+        if optimizer is None:
+            params += (segment.sharded for segment in self._segments)
+        else:
+            params += (param for group in optimizer.param_groups for param in group["params"])
+            if self._is_foreign(optimizer, params):
+                return
+        self._count(params)
+        self.is_reduced = False
+        after_step = partial(self._after_step, by_hand=optimizer is None)
+        if not in_backward():
+            after_step()
+        elif self._stepping_in != torch._C._current_graph_task_id():
+            # Optimizers in backward step once per parameter. FSDP2 ends its backward with the same callback.
+            self._stepping_in = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(after_step)
+
+    def _is_foreign(self, optimizer: torch.optim.Optimizer, params: Sequence[object]) -> bool:
+        """Return whether an optimizer holds no parameter of the model."""
+        # Remembered, because looking for new parameters of the model takes longer than a step over one
+        # parameter. By their ids, because optimizers may be given other parameters later.
+        ids = [*map(id, params)]
+        reference, known = self._foreign.get(id(optimizer), (None, None))
+        if reference is not None and reference() is optimizer and known == ids:
+            return True
+        if self._holds_any(params):
+            return False
+        self._foreign[id(optimizer)] = weakref.ref(optimizer), ids
+        return True
+
+    def _holds_any(self, params: Sequence[object]) -> bool:
+        # A table, because optimizers in backward call this for every parameter. FSDP2 may have replaced
+        # parameters since it was made.
+        if not any(map(self._is_ours, params)):
+            self._known = self._table()
+        return any(map(self._is_ours, params))
+
+    def _table(self) -> dict[int, ParamSegment]:
+        return {id(segment.sharded): segment for segment in self._segments}
+
+    def _is_ours(self, param: object) -> bool:
+        segment = self._known.get(id(param))
+        return segment is not None and segment.sharded is param
+
+    def detach(self) -> None:
+        """Drop all references to the model."""
+        self._segments, self._known = (), {}
+
+
+def _on_device(rate: float | Tensor) -> bool:
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
+
+
+Version = tuple[int, int, int]
+
+
+class StateDictAliases:
+    """Detects loads by torch.distributed.checkpoint, which fills the tensors of a state dict in place.
+
+    These tensors share memory with the parameters but not their version counters. After an optimizer step
+    nothing else distinguishes a load from the step.
+    """
+
+    def __init__(self) -> None:
+        # Kept alive until `_look`, because a state dict may be freed before its versions are read.
+        self._latest: dict[str, tuple[DTensor, Version]] = {}
+        # Tensors that the user keeps.
+        self._kept: dict[str, list[tuple[weakref.ref[DTensor], Version]]] = {}
+        self._written: set[str] = set()
+
+    def watch(self, segment: ParamSegment) -> RemovableHandle:
+        """Watch state dicts with this parameter until the hook is removed."""
+        owner, own_name = segment.owner
+
+        def after_state_dict(_: nn.Module, state_dict: dict[str, DTensor], prefix: str, *__: object) -> None:
+            value = state_dict.get(prefix + own_name)
+            if value is not None and hasattr(value, "_local_tensor"):
+                self._look(segment.name)
+                self._latest[segment.name] = value, tensor_version(value)
+
+        hook: RemovableHandle = owner.register_state_dict_post_hook(after_state_dict)
+        return hook
+
+    def _look(self, name: str) -> None:
+        """Record writes to the state-dict tensors of a parameter; forget freed tensors."""
+        handed_out = [(ref(), before) for ref, before in self._kept.pop(name, [])]
+        if name in self._latest:
+            handed_out.append(self._latest.pop(name))
+        alive = [(value, before, tensor_version(value)) for value, before in handed_out if value is not None]
+        if any(now != before for _, before, now in alive):
+            self._written.add(name)
+        if alive:
+            self._kept[name] = [(weakref.ref(value), now) for value, _, now in alive]
+
+    def forget_writes(self) -> None:
+        """Attribute all writes so far to an optimizer."""
+        for name in {*self._kept, *self._latest}:
+            self._look(name)
+        self._written.clear()
+
+    def take_loads(self, names: Iterable[str]) -> bool:
+        """Return whether all of these parameters were written to since the last call or optimizer step."""
+        for name in {*self._kept, *self._latest}:
+            self._look(name)
+        expected = set(names)
+        is_loaded = bool(expected) and self._written >= expected
+        self._written -= expected
+        return is_loaded
+
+
+class FSDPModelState(ModelState):
+    """The groups of one attached model, their step count, and the events their ranks agree on."""
+
+    groups: Sequence[FSDPGroupState]
+
+    def __init__(self, groups: Sequence[FSDPGroupState], *, telemetry: TelemetryConfig | None = None) -> None:
+        super().__init__(groups, telemetry=telemetry)
+        self.aliases = StateDictAliases()
+        # Weak references, because a dropped model must not wait for the garbage collector.
+        model = weakref.proxy(self)
+        self.steps_seen = StepObserver(
+            [segment for comm in groups for segment in comm.group.segments],
+            count=partial(FSDPModelState._count_step, model),
+            after_step=partial(FSDPModelState.after_step, model),
+        )
+        self._stepped: set[int] = set()  # see `_count_step`
+        self._leader: weakref.ref[object] | None = None
+        self._seen: set[int] = set()
+        self._contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()  # all of their groups have a handle
+        # Gloo process groups by their ranks, if FSDP2's own takes no CPU tensors.
+        self.decision_groups: dict[tuple[int, ...], ProcessGroup] = {}
+        # FSDP2 gathers parameters, so a hook sees each forward.
+        self.communicates = any(comm.layout.size > 1 for comm in groups)
+        self.counts_reductions = self.communicates or any(comm.replica_layout is not None for comm in groups)
+        # Gradients were reduced on this rank since the last step boundary.
+        self._is_reduced = False
+        self._has_gradients = True
+        self._warned: set[str] = set()
+        self._has_logged = False  # a load of weights without the state
+
+    @cached_property
+    def unshard_stream(self) -> SideStream:
+        """The stream for refreshes and gathers of `unshard(async_op=True)`."""
+        return SideStream(self.groups[0].group.device)
+
+    def note_reduction(self, comm: FSDPGroupState) -> None:
+        """Record that gradients of a group are being reduced."""
+        comm.fresh.note_reduction()
+        self.steps_seen.is_reduced = True
+        # The next gather outside of backward begins a new forward.
+        self._is_reduced, self._leader = True, None
+
+    def _count_step(self, params: Sequence[object]) -> None:
+        """Count the step of an optimizer if FSDP2 sends nothing and therefore calls no hook."""
+        if self.counts_reductions:
+            return
+        # A second step over the same parameter begins the next step, because several optimizers may share
+        # the model's parameters or step in backward.
+        stepped = {id(param) for param in params}
+        if not self.step_pending:
+            self._stepped.clear()
+        elif not self._stepped.isdisjoint(stepped):
+            self.steps += 1
+            self._stepped.clear()
+        self._stepped |= stepped
+        self.step_pending = True
+
+    def after_step(self, *, by_hand: bool) -> None:
+        self.aliases.forget_writes()  # some optimizers' writes look like a load
+        if self.counts_reductions and self._is_reduced:
+            self.step_pending = True
+        for comm in self.groups:
+            comm.fresh.note_step(by_hand=by_hand)
+            if comm.has_unsummed_gradients():
+                self.warn_once(
+                    "sdp4bit: an optimizer has stepped with gradients that were reduced over shards but not "
+                    f"over replicas since ({comm.group.name}). Either the last backward had "
+                    "set_requires_all_reduce(False), or FSDP2 all-reduced them in full precision over a "
+                    "process group that was set after sdp4bit attached"
+                )
+        self.reshard([comm for comm in self.groups if comm.fresh.seen.has_stepped])
+
+    def before_all_reduce(self, comm: FSDPGroupState) -> None:
+        """Detect step boundaries if nothing is gathered, because no hook then sees a forward."""
+        if self.communicates:
+            return
+        # The first reduction after an optimizer step ends that step. The ranks need not agree: each of them
+        # holds all parameters, so its optimizers see every step.
+        if self.step_pending:
+            self._end_step()
+            self.measure_step()
+        self.steps_seen.is_reduced = self._is_reduced = True
+
+    def _end_step(self) -> None:
+        self.step_pending = self._is_reduced = False
+        self.steps += 1
+        self.end_traffic()
+
+    def forget_events(self) -> None:
+        """Forget the step that this rank has seen; a loaded state replaces it."""
+        self.step_pending = self._is_reduced = self.steps_seen.is_reduced = False
+
+    def note_forward(self, *_: object) -> None:
+        """Record whether a forward that begins has gradients; FSDP2 gathers without them in any case."""
+        self._has_gradients = torch.is_grad_enabled()
+
+    def note_load(self, *_: object) -> None:
+        """Record that a state dict was loaded on this rank; a hook of torch.nn modules."""
+        for comm in self.groups:
+            comm.fresh.seen.was_loaded = True
+
+    def request_resync(self, comms: Collection[FSDPGroupState] | None = None) -> None:
+        """Request a full-precision refresh of these groups (None: all); called on all ranks."""
+        comms = self.groups if comms is None else comms
+        self.reshard(comms)
+        for comm in comms:
+            comm.fresh.apply(Event.RESYNC)
+
+    def reshard(self, comms: Iterable[FSDPGroupState]) -> None:
+        """Free unsharded parameters that are not in use, so that the next forward gathers them again."""
+        for comm in comms:
+            # A group that is in use by a forward or backward is resharded by FSDP2 afterwards.
+            if comm.group.is_unsharded and comm.group.is_idle:
+                comm.group.module.reshard()
+
+    def before_unshard(self, comm: FSDPGroupState) -> None:
+        """Make the ranks agree on changes of the weights; called outside of backward."""
+        # The first gather of a forward reduces the flags of all groups of its root. A gather outside of
+        # forward reduces those of its own group.
+        leader = comm.group.forward_leader
+        if leader is not None and comm.group.context not in self._contexts:
+            self._contexts.add(comm.group.context)
+            names = comm.group.find_unattached()
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise RuntimeError(
+                    f"fully_shard was called after sdp4bit.quantize_communication, so {', '.join(names[:3])}"
+                    f"{more} would be sent in full precision: call quantize_communication after the last "
+                    "fully_shard, with the root of the model. skip= leaves modules in full precision"
+                )
+        if leader is None:
+            self._agree([comm])
+        else:
+            # FSDP2 does not announce a forward. It begins with the leader's group, unless that stayed
+            # unsharded. Then a new leader, or a group that was already gathered, shows a new forward.
+            is_known = self._leader is not None and self._leader() is leader
+            if comm.group.leads(leader) or not is_known or comm.index in self._seen:
+                self._leader = weakref.ref(leader)
+                self._seen.clear()
+                self._agree([each for each in self.groups if each.group.context is comm.group.context])
+            self._seen.add(comm.index)
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _agree(self, comms: Sequence[FSDPGroupState]) -> None:
+        """Combine the events of all ranks of these groups, and end the step if their weights have changed."""
+        # 1. Loads into the tensors of a state dict, for each group because they are reported once.
+        names = (s.name for comm in comms for s in comm.group.segments if s.is_on_all_ranks)
+        if self.aliases.take_loads(names):
+            for comm in comms:
+                comm.fresh.seen.was_loaded = True
+        self._log_stateless_load(comms)
+        # 2. One reduction for the groups of the same ranks. All of these ranks come here, and reduce in the
+        # same order, whatever each of them has seen.
+        asked: dict[tuple[int, ...], list[FSDPGroupState]] = {}
+        for comm in comms:
+            asked.setdefault(comm.layout.ranks, []).append(comm)
+        changed, reduced = self.step_pending, self._is_reduced
+        for together in asked.values():
+            if together[0].layout.size == 1:
+                continue
+            (changed, reduced), flags = self._reduced_flags(together, (changed, reduced))
+            # Weights that another kind of optimizer has changed are found as edits.
+            changed = changed or any(flag.edited for flag in flags.values())
+            self._decide(flags)
+        # 3. The step ends with the first forward after its optimizer step.
+        if changed and reduced:
+            self._end_step()
+            self.measure_step()
+
+    def _decide(self, flags: Mapping[FSDPGroupState, Flags]) -> None:
+        """Let the events of all ranks change the states of groups with a replica."""
+        # Rows of a checkpoint are used for all groups or for none.
+        has_misfit = any(flag.misfit for flag in flags.values())
+        measured: list[FSDPGroupState] = []
+        for comm, flag in flags.items():
+            if comm.fresh.agree(flag._replace(misfit=has_misfit)):
+                self.warn_once(
+                    "sdp4bit: the loaded communication state was not saved with these weights, by these "
+                    "ranks and with this layout, or the weights were edited after the last forward. "
+                    f"Replicas are refreshed in full precision instead ({comm.group.name} first)"
+                )
+            if comm.fresh.needs_size(flag, sends_differences=comm.sends_differences):
+                measured.append(comm)
+        if not measured:
+            return
+        # The host waits for the device because its next collective depends on the result; edits are rare.
+        squares = torch.stack([comm.change_squares() for comm in measured]).cpu()
+        self._reduce(squares, measured[0], op=dist.ReduceOp.SUM, what="agreement on the size of edits")
+        is_large = self._over_copies(is_large_change(squares).to(torch.int32), measured).tolist()
+        for comm, large in zip(measured, is_large, strict=True):
+            sends = comm.sends_differences
+            comm.fresh.agree_on_size(flags[comm], is_large=bool(large), sends_differences=sends)
+
+    def _log_stateless_load(self, comms: Sequence[FSDPGroupState]) -> None:
+        """Log once, on rank 0, if training starts with loaded weights but without the state of a handle."""
+        loaded = (
+            c.fresh.seen.was_loaded and c.replica is not None and c.fresh.state not in FROM_CHECKPOINT
+            for c in comms
+        )
+        if not self.steps and not self._has_logged and dist.get_rank() == 0 and any(loaded):
+            self._has_logged = True
+            logger.warning(
+                "sdp4bit: weights were loaded without this handle's state, so replicas start from the loaded "
+                "weights. If this resumes a run, it is not bit-exact: save the handle with the model"
+            )
+
+    def _reduced_flags(
+        self, comms: Sequence[FSDPGroupState], own: tuple[bool, bool]
+    ) -> tuple[tuple[bool, bool], dict[FSDPGroupState, Flags]]:
+        """Return the events that any rank has seen, for the groups with a replica.
+
+        Args:
+            comms: groups of the same ranks.
+            own: whether weights have changed and gradients were reduced on this rank; returned for all.
+        """
+        over, comms = comms[0], [comm for comm in comms if comm.replica is not None]
+        found = {comm: comm.fresh.find_edits() for comm in comms if comm.fresh.may_wait()}
+        edits = {comm: edit for comm, edit in found.items() if edit is not None}
+        edited = dict(zip(edits, torch.stack(list(edits.values())).tolist(), strict=True)) if edits else {}
+        seen = [
+            comm.fresh.flags(
+                edited=edited.get(comm, False),
+                is_torn=comm.replica is not None and comm.replica.is_torn,
+                has_gradients=self._has_gradients,
+            )
+            for comm in comms
+        ]
+        # On the CPU: apart from the checksums, the flags do not depend on the GPU, so a step need not wait
+        # for it.
+        padding = [False] * (len(Flags._fields) - len(own))
+        flags = torch.tensor([(*own, *padding), *seen], dtype=torch.int32)
+        self._reduce(flags, over, op=dist.ReduceOp.MAX, what="agreement on changed weights")
+        rows = self._over_copies(flags[1:], comms).tolist()
+        changed, reduced, *_ = flags[0].tolist()
+        reduced_flags = (Flags(*map(bool, row)) for row in rows)
+        return (bool(changed), bool(reduced)), dict(zip(comms, reduced_flags, strict=True))
+
+    def _reduce(
+        self, values: Tensor, over: FSDPGroupState, *, op: dist.ReduceOp.RedOpType, what: str
+    ) -> None:
+        group = self.decision_groups.get(over.layout.ranks, over.group.process_group)
+        with comm_error_context(what, group=group):
+            dist.all_reduce(values, op=op, group=group)
+
+    @staticmethod
+    def _over_copies(flags: Tensor, comms: Sequence[FSDPGroupState]) -> Tensor:
+        """Return the maximum over tensor-parallel ranks, because one may see an edit that others do not."""
+        if any(comm.has_copies for comm in comms):
+            # On the device, because tensor-parallel groups may have no CPU backend.
+            flags = flags.to(comms[0].group.device)
+            reduce_over_copies(flags, [comm.group for comm in comms], op=dist.ReduceOp.MAX)
+        return flags
+
+    def warn_of_full_refreshes(self, comm: FSDPGroupState) -> None:
+        """Warn once, on the first rank, if training repeatedly sends weights in full precision."""
+        if comm.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW and comm.layout.ranks[0] == dist.get_rank():
+            self.warn_once(
+                f"sdp4bit: weights ({comm.group.name} first) were sent in full precision "
+                f"{FULL_REFRESHES_IN_A_ROW} times in a row: they were loaded, held NaN or infinity, or were "
+                f"edited by more than 1/{round(1 / SMALL_EDIT)} of their norm without an optimizer step. If "
+                "an optimizer makes these edits, call comm.mark_step() after each to send "
+                "differences. If averages (EMA) are swapped in, call model.eval() before you evaluate them. "
+                "comm.explain() counts full refreshes per group"
+            )
+
+    def warn_once(self, message: str) -> None:
+        """Warn unless the text before the first parenthesis was a warning before."""
+        key = message.partition("(")[0]
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, stacklevel=3)
+
+    def detach(self) -> None:
+        super().detach()
+        self.aliases = StateDictAliases()
+        self.steps_seen.detach()
