@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from sdp4bit.engines.fsdp2.groups import FSDPGroup
+from sdp4bit.engines.fsdp2.view import FSDPGroup
 from sdp4bit.quantization import ops, reference
 from tests.engines.stream_simulator import (
     CPU,

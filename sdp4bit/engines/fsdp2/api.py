@@ -36,16 +36,16 @@ from sdp4bit.engines.fsdp2.checks import (
 )
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
-from sdp4bit.engines.fsdp2.groups import (
+from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook, ReplicaGroup
+from sdp4bit.engines.fsdp2.state import load_state, save_state
+from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
+from sdp4bit.engines.fsdp2.view import (
     CommObjects,
     FSDPGroup,
     find_groups,
     named_fsdp_modules,
     reduce_over_copies,
 )
-from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook, ReplicaGroup
-from sdp4bit.engines.fsdp2.state import load_state, save_state
-from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
 from sdp4bit.engines.group import GroupState
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.observe.alerts import Alerts

@@ -12,7 +12,7 @@ from torch import nn
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import Layouts
-from sdp4bit.engines.fsdp2.groups import FSDPGroup, named_fsdp_modules
+from sdp4bit.engines.fsdp2.view import FSDPGroup, named_fsdp_modules
 from sdp4bit.observe.explain import OFF, ONE_RANK, one_node_note, one_node_reason
 from sdp4bit.quantization.checks import VALUE_DTYPES
 

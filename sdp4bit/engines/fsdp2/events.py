@@ -24,8 +24,8 @@ from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT, Event, Flags
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
-from sdp4bit.engines.fsdp2.groups import ParamSegment, reduce_over_copies, tensor_version
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
+from sdp4bit.engines.fsdp2.view import ParamSegment, reduce_over_copies, tensor_version
 from sdp4bit.engines.group import SMALL_EDIT, is_large_change
 from sdp4bit.engines.handle import ModelState, logger
 

@@ -7,6 +7,7 @@ the ranks agree on their flags, and `hooks.py` sends the refresh.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, NamedTuple
@@ -14,9 +15,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.sections import Range, merge_ranges
+from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.work import HostCopy
-from sdp4bit.engines.fsdp2.groups import FSDPGroup
+from sdp4bit.engines.fsdp2.view import FSDPGroup
 from sdp4bit.quantization.checksum import checksum
 
 
@@ -150,8 +151,7 @@ class Freshness:
         self._nodes = nodes
         self.state = State.NEVER
         self.seen = Seen()
-        # Segments that were trainable at the last refresh; the others are frozen and not sent.
-        self.trained: frozenset[int] = frozenset()
+        self._set_trained(frozenset())
         # Of the row of the last refresh: checksums of its trained and its frozen part, int64 [2], its dtype,
         # and whether it held NaN or infinity.
         self._checksums: Tensor | None = None
@@ -194,7 +194,8 @@ class Freshness:
             fingerprints: of the main shards when they were saved; None if some are missing.
             due: the segments whose difference was due.
         """
-        self.seen, self.trained = Seen(trained=due), due
+        self.seen = Seen(trained=due)
+        self._set_trained(due)
         self.loaded_row, self.loaded_fingerprints = row, fingerprints
         self.apply(Event.STEPPED_STATE_LOADED if due else Event.STATE_LOADED)
 
@@ -215,12 +216,12 @@ class Freshness:
             return None
         # After a step only the frozen part is compared, because the difference of the rest is sent anyway.
         has_stepped = self.seen.has_stepped or self.state is State.STEPPED
-        frozen = self._everything() - self.trained
+        trained, frozen = self._parts
         if has_stepped and not frozen:
             return None
         row = self._group.main_shard(self._dtype)
-        is_edited = self._checksum(row, frozen) != before[1]
-        return is_edited if has_stepped else is_edited | (self._checksum(row, self.trained) != before[0])
+        is_edited = _checksum(row, frozen) != before[1]
+        return is_edited if has_stepped else is_edited | (_checksum(row, trained) != before[0])
 
     def flags(self, *, edited: bool, is_torn: bool, has_gradients: bool) -> Flags:
         """Return the events that this rank has seen.
@@ -294,33 +295,26 @@ class Freshness:
 
     # -- the refresh ------------------------------------------------------------------------------------
 
-    @property
-    def is_full_due(self) -> bool:
-        """Whether the next refresh is in full precision."""
-        return next_refresh(self.state, Event.GATHER).is_full
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether this rank knows of a change of the weights that has not been sent."""
-        return self.seen.has_stepped or self.seen.was_loaded or self.state is not State.CURRENT
-
     def due(self) -> Due:
         """Return the refresh that the next gather needs; nothing changes until it has been `sent`."""
         refresh = next_refresh(self.state, Event.GATHER)
         if refresh.kind == "none":
             return NOTHING_DUE
-        chosen = self._everything() if refresh.ranges != "trained" else self._sent_segments()
-        ranges = None if chosen == self._everything() else self._ranges(chosen)
+        is_part = refresh.ranges == "trained" and self._sends_part()
+        ranges = self._parts[0] if is_part else None
         return Due(refresh, self.loaded_row, ranges, self._group.requiring_grad())
+
+    def _sends_part(self) -> bool:
+        """Return whether a difference leaves out the frozen segments."""
+        # Edits of weights that were frozen until now may have gone undetected: then all are sent.
+        return self.trained == self._trainable() != self._group.row.everything
 
     def due_segments(self) -> frozenset[int]:
         """Return the segments whose difference is due, including steps not yet agreed on."""
         ranges = next_refresh(self.state, Event.GATHER).ranges
-        if ranges == "row":
-            return self._everything()
-        if ranges == "trained" or (self.seen.has_stepped and self.state is State.CURRENT):
-            return self._sent_segments()
-        return frozenset()
+        if ranges == "none" and not (self.seen.has_stepped and self.state is State.CURRENT):
+            return frozenset()
+        return self.trained if ranges != "row" and self._sends_part() else self._group.row.everything
 
     def sent(self, due: Due, row: Tensor, *, nonfinite: Tensor) -> None:
         """Record a refresh; called once its transfers have been issued.
@@ -337,32 +331,27 @@ class Freshness:
         # An evaluation may have swapped averages in, and the next forward in training has them out again.
         counts = is_full and before is not None and self._group.module.training
         self.full_in_a_row = self.full_in_a_row + 1 if counts else 0
-        if due.ranges is None:
-            self.trained = due.trained
+        if due.ranges is None and due.trained != self.trained:
+            self._set_trained(due.trained)
+        trained, frozen = self._parts
         if before is None or is_full or due.ranges is None:
-            frozen = self._checksum(row, self._everything() - self.trained)
+            unchanged = _checksum(row, frozen)
         else:
             # A difference of the rest has not sent an edit of the frozen part, which must still be detected.
-            frozen = before[1]
-        self._checksums, self._dtype = torch.stack([self._checksum(row, self.trained), frozen]), row.dtype
+            unchanged = before[1]
+        self._checksums, self._dtype = torch.stack([_checksum(row, trained), unchanged]), row.dtype
 
-    def _everything(self) -> frozenset[int]:
-        return frozenset(range(len(self._group.segments)))
+    def _set_trained(self, trained: frozenset[int]) -> None:
+        """Set the segments that are trainable at a refresh; the others are frozen and not sent."""
+        row = self._group.row
+        self.trained, self._parts = trained, (row.ranges(trained), row.ranges(row.everything - trained))
 
-    def _sent_segments(self) -> frozenset[int]:
-        """Return the segments that were trainable at the last refresh; all segments if that has changed."""
-        # Edits of weights that were frozen until then may have gone undetected.
-        return self.trained if self.trained == self._trainable() else self._everything()
 
-    def _ranges(self, chosen: frozenset[int]) -> list[Range]:
-        segments = self._group.segments
-        return merge_ranges([(segments[index].start, segments[index].end) for index in sorted(chosen)])
-
-    def _checksum(self, row: Tensor, chosen: frozenset[int]) -> Tensor:
-        pieces = [row[start:end] for start, end in self._ranges(chosen)]
-        if not pieces:
-            return row.new_zeros((), dtype=torch.int64)
-        return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+def _checksum(row: Tensor, ranges: Sequence[Range]) -> Tensor:
+    pieces = [row[start:end] for start, end in ranges]
+    if not pieces:
+        return row.new_zeros((), dtype=torch.int64)
+    return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
 
 def _is_on_host(group: FSDPGroup) -> bool:

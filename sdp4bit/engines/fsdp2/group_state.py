@@ -11,8 +11,8 @@ from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.sections import Range, common_ranges
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import WeightReplica
-from sdp4bit.engines.fsdp2.freshness import Freshness
-from sdp4bit.engines.fsdp2.groups import FSDPGroup
+from sdp4bit.engines.fsdp2.freshness import Event, Freshness, State, next_refresh
+from sdp4bit.engines.fsdp2.view import FSDPGroup
 from sdp4bit.engines.group import GroupState, change_squares
 from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.observe.explain import describe_all_reduce, describe_ranks
@@ -49,7 +49,7 @@ class FSDPGroupState(GroupState):
 
     @property
     def refresh_is_full(self) -> bool:
-        return self.fresh.is_full_due
+        return next_refresh(self.fresh.state, Event.GATHER).is_full
 
     @property
     def sends_differences(self) -> bool:
@@ -93,7 +93,8 @@ class FSDPGroupState(GroupState):
         return (self.group.sample_main(ranges), sample_of(replica.own_shard, ranges)) if ranges else None
 
     def awaits_refresh(self) -> bool:
-        return self.fresh.is_stale
+        seen = self.fresh.seen
+        return seen.has_stepped or seen.was_loaded or self.fresh.state is not State.CURRENT
 
     def copies(self) -> Sequence[ReplicaCopy]:
         """See GroupState; with HSDP also a checksum of the main shard, which must equal other replicas'."""

@@ -41,7 +41,7 @@ def save_state(state: FSDPModelState) -> StateDict:
             if fresh.state in FROM_CHECKPOINT:
                 # This rank's row was not usable. A wrong fingerprint prevents all ranks from using theirs.
                 marks = marks + 1
-            if comm.replica is None or comm.replica.rows is None or fresh.is_full_due:
+            if comm.replica is None or comm.replica.rows is None or comm.refresh_is_full:
                 # A full-precision refresh is due. A resumed run starts with one if nothing is pending.
                 row, due = comm.group.gathered_shard(), frozenset()
             else:

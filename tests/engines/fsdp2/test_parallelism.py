@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 import sdp4bit
 from sdp4bit import AuditConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.sections import common_ranges
-from sdp4bit.engines.fsdp2.groups import reduce_over_copies
+from sdp4bit.engines.fsdp2.view import reduce_over_copies
 from tests import mutations
 from tests.ranks import on_ranks
 from tests.tables import flat

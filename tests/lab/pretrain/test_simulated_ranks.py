@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from sdp4bit.engines.fsdp2.groups import find_groups
+from sdp4bit.engines.fsdp2.view import find_groups
 from sdp4bit.quantization.ops import BackendName
 from sdp4bit_lab.pretrain.checkpoint_files import open_checkpoint, read_tensors
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig

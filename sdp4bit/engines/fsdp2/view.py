@@ -20,15 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.sections import (
-    Range,
-    RowParameter,
-    Section,
-    common_ranges,
-    cut_row,
-    merge_ranges,
-    whole_row,
-)
+from sdp4bit.collectives.sections import Range, Section, common_ranges
+from sdp4bit.engines.fsdp2.row import Row, Segment
 from sdp4bit.engines.fsdp2.subclasses import extends_gather, plain_values, subclass_gather
 from sdp4bit.engines.fsdp2.torch_internals import (
     Comm,
@@ -63,16 +56,11 @@ def clean_name(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamSegment:
-    """One parameter's shard in its group's row."""
+class ParamSegment(Segment):
+    """A segment with FSDP2's record of its parameter."""
 
-    name: str
-    start: int
-    end: int
     param: Param
     dtype: torch.dtype  # when gathered
-    # Of another dtype than the row, or packed: its bits are sent as they are, and never as a difference.
-    holds_bits: bool
 
     @property
     def sharded(self) -> DTensor:
@@ -89,11 +77,6 @@ class ParamSegment:
         """Whether no rank's shard is empty."""
         dim, ranks = self.param.fsdp_placement.dim, self.param.mesh_info.shard_mesh_size
         return self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim]
-
-    @property
-    def numel(self) -> int:
-        """Values of this rank's shard, padding included; `end - start` counts values of the row's dtype."""
-        return self.param.padded_sharded_param_size.numel()
 
     @property
     def owner(self) -> tuple[nn.Module, str]:
@@ -175,7 +158,6 @@ class FSDPGroup:
         self._group = group
         self._siblings = siblings
         self._module_names = module_names
-        self._cut: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], tuple[Section, ...]] = {}
         info = group.mesh_info
         self.process_group = info.shard_process_group
         self.ranks = tuple(dist.get_process_group_ranks(self.process_group))
@@ -266,15 +248,21 @@ class FSDPGroup:
         for param, (dtypes, _) in zip(self._group.fsdp_params, self._gathers, strict=True):
             module, own_name = param._module_info.module, param._module_info.param_name
             dtype = next(iter(dtypes)) if len(dtypes) == 1 else param.sharded_param.dtype
-            row_dtype = self.row_dtype or dtype
-            end = start + param.padded_sharded_param_size.numel() * dtype.itemsize // row_dtype.itemsize
-            name = self._name_of(param)
+            row_dtype, numel = self.row_dtype or dtype, param.padded_sharded_param_size.numel()
+            end = start + numel * dtype.itemsize // row_dtype.itemsize
             # bitsandbytes packs 4-bit codes into any dtype; read as floats they may be NaN.
             is_packed = own_name == "weight" and getattr(module, "quant_state", None) is not None
-            holds_bits = dtype != row_dtype or is_packed
-            result.append(
-                ParamSegment(name=name, start=start, end=end, param=param, dtype=dtype, holds_bits=holds_bits)
+            segment = ParamSegment(
+                name=self._name_of(param),
+                start=start,
+                end=end,
+                numel=numel,
+                dim=param.sharded_param.dim(),
+                holds_bits=dtype != row_dtype or is_packed,
+                param=param,
+                dtype=dtype,
             )
+            result.append(segment)
             start = end
         return result
 
@@ -315,15 +303,15 @@ class FSDPGroup:
         return dtype if dtype.is_floating_point else None
 
     @cached_property
+    def row(self) -> Row:
+        """The geometry of the row."""
+        # The kinds differ if tensor parallelism splits some parameters and copies others.
+        return Row(self.segments, kinds=[frozenset(segment.split_over) for segment in self.segments])
+
+    @property
     def value_ranges(self) -> list[Range] | None:
         """The ranges of the row that hold values and not bits; None for the entire row."""
-        values = [(s.start, s.end) for s in self.segments if not s.holds_bits]
-        return None if len(values) == len(self.segments) else merge_ranges(values)
-
-    @cached_property
-    def _kinds(self) -> list[frozenset[tuple[int, ...]]]:
-        """The tensor-parallel ranks that each parameter is split over; they differ if some are copied."""
-        return [frozenset(segment.split_over) for segment in self.segments]
+        return self.row.value_ranges
 
     @cached_property
     def copied_over(self) -> list[ProcessGroup]:
@@ -331,37 +319,21 @@ class FSDPGroup:
 
         All of these ranks must refresh the replica at the same time and in the same way.
         """
-        if len(set(self._kinds)) == 1:
+        if not self.row.has_kinds:
             return []
         by_ranks = {ranks: group for segment in self.segments for ranks, group in segment.split_over.items()}
         return list(by_ranks.values())
 
     def weight_sections(self, *, unit: int, separate: bool) -> tuple[Section, ...]:
-        """Return the sections of a row of weights; arguments as for `gradient_sections`."""
-        if not separate and not self.copied_over:
-            return whole_row(self.shard_numel)
-        lengths = [segment.end - segment.start for segment in self.segments]
-        return self._cut_row(lengths, present=range(len(lengths)), unit=unit, separate=separate)
+        """Return the sections of a row of weights; see `Row`."""
+        return self.row.weight_sections(unit=unit, separate=separate)
 
     def gradient_sections(self, numel: int, *, unit: int, separate: bool) -> tuple[Section, ...] | None:
-        """Return the sections of a row of gradients [numel], cached; None if copies could drift apart.
-
-        Args:
-            unit: see `cut_row`.
-            separate: see `SDP4BitConfig.separate_parameters`; tensor-parallel copies are always separated.
-        """
-        if not separate and not self.copied_over:
-            return whole_row(numel)
-        # FSDP2 omits parameters without a gradient from a row. Its length shows whether the row holds all
-        # parameters or all trainable ones.
-        segments, lengths = self.segments, [segment.numel for segment in self.segments]
-        present = self._gradient_order
-        if sum(lengths) != numel:
-            present = [i for i in present if segments[i].sharded.requires_grad]
-        if sum(lengths[i] for i in present) != numel:
-            # Tensor-parallel copies must be rounded identically, so they share no section with other values.
-            return None if self.copied_over else whole_row(numel)
-        return self._cut_row(lengths, present=present, unit=unit, separate=separate)
+        """Return the sections of a row of gradients [numel]; see `Row`."""
+        order, trainable = self._gradient_order, self.requiring_grad()
+        return self.row.gradient_sections(
+            numel, order=order, trainable=trainable, unit=unit, separate=separate
+        )
 
     @property
     def _gradient_order(self) -> Sequence[int]:
@@ -371,24 +343,6 @@ class FSDPGroup:
         """
         order: Sequence[int] = getattr(self._group, "_reduce_scatter_param_indices", ())
         return order or range(len(self.segments))
-
-    def _cut_row(
-        self, lengths: Sequence[int], *, present: Sequence[int], unit: int, separate: bool
-    ) -> tuple[Section, ...]:
-        segments = self.segments
-        key = (tuple(lengths[i] for i in present), tuple(present), unit, separate)
-        if key not in self._cut:
-            parameters = [
-                RowParameter(
-                    numel=lengths[i],
-                    is_fine=separate and segments[i].sharded.dim() <= 1,
-                    number=i,
-                    kind=self._kinds[i],
-                )
-                for i in present
-            ]
-            self._cut[key] = cut_row(parameters, unit=unit, count=len(segments))
-        return self._cut[key]
 
     @property
     def shard_numel(self) -> int:
@@ -471,12 +425,12 @@ class FSDPGroup:
         """
         # The same tensors that FSDP2's copy-in reads: 1-D, padded, in the dtype of the main weights, and on
         # the host with CPU offload.
-        pieces = []
+        pieces, device = [], self.device
         for segment in self.segments:
             data = plain_values(segment.param._sharded_param_data)
             if segment.holds_bits and self.row_dtype is not None:
-                data = data.to(device=self.device, dtype=segment.dtype).view(self.row_dtype)
-            pieces.append(data.to(device=self.device, dtype=dtype))
+                data = data.to(device=device, dtype=segment.dtype).view(self.row_dtype)
+            pieces.append(data.to(device=device, dtype=dtype))
         return torch.cat(pieces)
 
     def gathered_shard(self) -> Tensor | None:

@@ -1,0 +1,92 @@
+"""Geometry of a parameter group's row: segments, ranges and sections; independent of FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, merge_ranges, whole_row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One parameter's shard in its group's row."""
+
+    name: str
+    start: int  # start and end count values of the row's dtype
+    end: int
+    numel: int  # values of the shard, padding included
+    dim: int  # dimensions of the unsharded parameter
+    # Of another dtype than the row, or packed: its bits are sent as they are, and never as a difference.
+    holds_bits: bool
+
+
+class Row:
+    """The segments of a row of weights, and the sections of rows of weights and gradients."""
+
+    def __init__(self, segments: Sequence[Segment], *, kinds: Sequence[Hashable]) -> None:
+        """Describe a row.
+
+        Args:
+            kinds: of each segment; segments of different kinds never share a section.
+        """
+        self._segments, self._kinds = segments, kinds
+        self.has_kinds = len(set(kinds)) > 1
+        self.numel = segments[-1].end
+        self.everything = frozenset(range(len(segments)))
+        values = [index for index, segment in enumerate(segments) if not segment.holds_bits]
+        self.value_ranges = None if len(values) == len(segments) else self.ranges(values)
+        """The ranges of the row that hold values and not bits; None for the entire row."""
+        self._cut: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], tuple[Section, ...]] = {}
+
+    def ranges(self, chosen: Collection[int]) -> list[Range]:
+        """Return the ranges of segments, chosen by index."""
+        segments = [self._segments[index] for index in sorted(chosen)]
+        return merge_ranges([(segment.start, segment.end) for segment in segments])
+
+    def weight_sections(self, *, unit: int, separate: bool) -> tuple[Section, ...]:
+        """Return the sections of a row of weights; arguments as for `gradient_sections`."""
+        if not separate and not self.has_kinds:
+            return whole_row(self.numel)
+        lengths = [segment.end - segment.start for segment in self._segments]
+        return self._cut_row(lengths, present=range(len(lengths)), unit=unit, separate=separate)
+
+    def gradient_sections(
+        self, numel: int, *, order: Sequence[int], trainable: Collection[int], unit: int, separate: bool
+    ) -> tuple[Section, ...] | None:
+        """Return the sections of a row of gradients [numel], cached; None if copies could drift apart.
+
+        Args:
+            order: indices of the segments in the order of the gradients.
+            trainable: the segments that may have a gradient.
+            unit: see `cut_row`.
+            separate: see `SDP4BitConfig.separate_parameters`; different kinds are always separated.
+        """
+        if not separate and not self.has_kinds:
+            return whole_row(numel)
+        # FSDP2 omits parameters without a gradient from a row. Its length shows whether the row holds all
+        # parameters or all trainable ones.
+        lengths, present = [segment.numel for segment in self._segments], order
+        if sum(lengths) != numel:
+            present = [i for i in order if i in trainable]
+        if sum(lengths[i] for i in present) != numel:
+            # Tensor-parallel copies must be rounded identically, so they share no section with other values.
+            return None if self.has_kinds else whole_row(numel)
+        return self._cut_row(lengths, present=present, unit=unit, separate=separate)
+
+    def _cut_row(
+        self, lengths: Sequence[int], *, present: Sequence[int], unit: int, separate: bool
+    ) -> tuple[Section, ...]:
+        key = (tuple(lengths[i] for i in present), tuple(present), unit, separate)
+        if key not in self._cut:
+            parameters = [
+                RowParameter(
+                    numel=lengths[i],
+                    is_fine=separate and self._segments[i].dim <= 1,
+                    number=i,
+                    kind=self._kinds[i],
+                )
+                for i in present
+            ]
+            self._cut[key] = cut_row(parameters, unit=unit, count=len(self._segments))
+        return self._cut[key]
