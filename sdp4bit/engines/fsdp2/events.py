@@ -51,12 +51,7 @@ class StepObserver:
         count: Callable[[Sequence[object]], None],
         after_step: Callable[..., None],
     ) -> None:
-        """Observe the parameters of these segments.
-
-        Args:
-            count: called at each step with the optimizer's parameters.
-            after_step: called once per step or backward with `by_hand`, whether the user has reported it.
-        """
+        """Call `count` with the parameters of each step, `after_step` once per step or backward."""
         self._segments, self._count, self._after_step = segments, count, after_step
         self._known: dict[int, ParamSegment] = {}
         # Optimizers of other models, by id, with the ids of their parameters.
@@ -260,6 +255,7 @@ class FSDPModelState(ModelState):
         self.step_pending = True
 
     def after_step(self, *, by_hand: bool) -> None:
+        """Record a step of any optimizer, or one that the user has reported (`by_hand`)."""
         self.aliases.forget_writes()  # some optimizers' writes look like a load
         if self.counts_reductions and self._is_reduced:
             self.step_pending = True
@@ -450,7 +446,7 @@ class FSDPModelState(ModelState):
     @staticmethod
     def _over_copies(flags: Tensor, comms: Sequence[FSDPGroupState]) -> Tensor:
         """Return the maximum over tensor-parallel ranks, because one may see an edit that others do not."""
-        if any(comm.has_copies for comm in comms):
+        if any(comm.group.copied_over for comm in comms):
             # On the device, because tensor-parallel groups may have no CPU backend.
             flags = flags.to(comms[0].group.device)
             reduce_over_copies(flags, [comm.group for comm in comms], op=dist.ReduceOp.MAX)

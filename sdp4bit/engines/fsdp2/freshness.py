@@ -187,13 +187,8 @@ class Freshness:
         return self.seen.trained | self._group.requiring_grad()
 
     def load(self, row: Tensor | None, *, fingerprints: Tensor | None, due: frozenset[int]) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            row: [n], the replica of this rank's shard; None if it is missing.
-            fingerprints: of the main shards when they were saved; None if some are missing.
-            due: the segments whose difference was due.
-        """
+        """Continue from a checkpoint; `row` [n] and fingerprints are None if some are missing."""
+        # The difference of the due segments had not been sent when it was saved.
         self.seen = Seen(trained=due)
         self._set_trained(due)
         self.loaded_row, self.loaded_fingerprints = row, fingerprints
@@ -224,13 +219,7 @@ class Freshness:
         return is_edited if has_stepped else is_edited | (_checksum(row, trained) != before[0])
 
     def flags(self, *, edited: bool, is_torn: bool, has_gradients: bool) -> Flags:
-        """Return the events that this rank has seen.
-
-        Args:
-            edited: the result of `find_edits`.
-            is_torn: whether an exception has interrupted a refresh of the replica.
-            has_gradients: whether the forward that begins computes gradients.
-        """
+        """Return the events that this rank has seen; `edited` is the result of `find_edits`."""
         # The host does not wait for the flag of the device: one that arrives late counts in the next step.
         nonfinite = None if self._nonfinite is None else self._nonfinite.arrived()
         return Flags(

@@ -42,7 +42,6 @@ class FSDPGroupState(GroupState):
         nodes, per_node = (1, 1) if replicas is None else (replicas.nodes, replicas.ranks_per_node)
         self.all_reduce_traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
         super().__init__(group, index=index, layout=layout)
-        self.has_copies = bool(group.copied_over)
         self.fresh = Freshness(group, nodes=layout.nodes)
         # HSDP: gradients were reduced over shards but not over replicas since.
         self.awaits_replicas = False

@@ -25,11 +25,7 @@ class Row:
     """The segments of a row of weights, and the sections of rows of weights and gradients."""
 
     def __init__(self, segments: Sequence[Segment], *, kinds: Sequence[Hashable]) -> None:
-        """Describe a row.
-
-        Args:
-            kinds: of each segment; segments of different kinds never share a section.
-        """
+        """Describe a row; segments of different kinds never share a section."""
         self._segments, self._kinds = segments, kinds
         self.has_kinds = len(set(kinds)) > 1
         self.numel = segments[-1].end
