@@ -13,39 +13,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
-from sdp4bit.engines.group import GroupState, GroupStats
 from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
-from sdp4bit.observe.audit import audit_replicas
-from sdp4bit.observe.explain import render, wrapped
+from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
+from sdp4bit.observe.explain import render, row_of, wrapped
 from sdp4bit.observe.measures import (
     SQUARES,
     Measurement,
-    Measures,
     Telemetry,
+    group_squares,
+    pending_squares,
     total_error,
     total_measures,
 )
+from sdp4bit.observe.stats import GroupStats, Stats, group_stats, model_stats, step_traffic
 from sdp4bit.observe.timing import StepTimes, time_steps
-from sdp4bit.traffic import Traffic
-
-
-class Stats(Measures):
-    """Statistics of an attached model on this rank; see `CommHandle.stats`."""
-
-    steps: int
-    last_step: dict[str, int]
-    total: dict[str, int]
-    compression_ratio: float | None
-    full_refreshes: int
-    sampled_step: int | None
 
 
 class ModelState:
     """Step count and measures, which all parameter groups of one attached model share."""
 
-    def __init__(self, groups: Sequence[GroupState], *, telemetry: TelemetryConfig | None = None) -> None:
-        self.groups: Sequence[GroupState] = groups
+    def __init__(self, groups: Sequence[Group], *, telemetry: TelemetryConfig | None = None) -> None:
+        self.groups: Sequence[Group] = groups
         self.telemetry = Telemetry(telemetry, [comm.group.name for comm in groups])
         for comm in groups:
             comm.counts_nonfinite = telemetry is not None
@@ -90,24 +80,20 @@ class ModelState:
 
     def _squares(self, sample_numel: int | None) -> Tensor:
         # One group at a time: measuring an entire shard takes several times its memory.
-        rows = [comm.squares(sample_numel=sample_numel) for comm in self.groups]
+        rows = [group_squares(comm, sample_numel=sample_numel) for comm in self.groups]
         return torch.stack(rows) if rows else torch.empty(0, SQUARES, dtype=torch.float64)
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def pending_squares(self) -> Tensor:
-        """Return the squares [groups, 2] of the changes not sent yet; see GroupState.pending_squares."""
-        rows = [comm.pending_squares() for comm in self.groups]
+        """Return the squares [groups, 2] of the changes not sent yet."""
+        rows = [pending_squares(comm) for comm in self.groups]
         return torch.stack(rows) if rows else torch.empty(0, 2, dtype=torch.float64)
 
     @property
     def device(self) -> torch.device | None:
         """The device of the groups; None on a rank without any."""
         return self.groups[0].group.device if self.groups else None
-
-    def last_traffic(self, comm: GroupState) -> Traffic:
-        """Return the traffic of a group in the last step, which ends with its optimizer step."""
-        return sum((c.current_step if self.step_pending else c.last_step for c in comm.counters), Traffic())
 
     def detach(self) -> None:
         """Drop all references to the model; keep the step count."""
@@ -138,8 +124,8 @@ class CommHandle(ABC):
     """Quantized communication of a model, and reports about it."""
 
     _state: ModelState
-    _hint = ""
-    """Last line of `explain()`."""
+    _hint = ""  # last line of `explain()`
+    _reporting_ranks = 1  # ranks whose bytes `stats()` adds up
 
     def __init__(self, state: ModelState, *, config: SDP4BitConfig, note: str = "") -> None:
         """Create the handle of an attached model; `explain` prints the note below its table."""
@@ -200,7 +186,7 @@ class CommHandle(ABC):
         return not self._removed
 
     @property
-    def groups(self) -> Sequence[GroupState]:
+    def groups(self) -> Sequence[Group]:
         """Communication of each parameter group: `replica`, `reduction`, `refreshes`, counters."""
         return self._state.groups
 
@@ -214,8 +200,9 @@ class CommHandle(ABC):
         if not self._is_quantized:
             return "inside full_precision(): the model communicates as without sdp4bit"
         state = self._state
-        table = render([comm.explain(state.last_traffic(comm)) for comm in state.groups])
-        hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
+        pending = state.step_pending
+        table = render([row_of(comm, step_traffic(comm, is_pending=pending)) for comm in state.groups])
+        hint = self._hint if state.groups and (state.steps or pending) else ""
         return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
 
     def stats(self) -> Stats:
@@ -242,21 +229,13 @@ class CommHandle(ABC):
         if self._last_stats is not None:
             return self._last_stats[0]
         state = self._state
-        last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
-        total = sum((counter.total for comm in state.groups for counter in comm.counters), Traffic())
-        steps = state.steps + int(state.step_pending)
-        return {
-            "steps": steps,
-            "last_step": self._reported(last),
-            "total": self._reported(total),
-            "compression_ratio": last.compression_ratio if steps else None,
-            "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
-            "sampled_step": state.telemetry.step,
-            **total_measures(state.telemetry.squares),
-        }
-
-    def _reported(self, traffic: Traffic) -> dict[str, int]:
-        return traffic.as_dict()  # simulated ranks report the bytes of all
+        return model_stats(
+            state.groups,
+            steps=state.steps,
+            is_pending=state.step_pending,
+            telemetry=state.telemetry,
+            reporting_ranks=self._reporting_ranks,
+        )
 
     def group_stats(self) -> list[GroupStats]:
         """Return one dictionary per group with this rank's statistics; cheap, never waits.
@@ -271,12 +250,9 @@ class CommHandle(ABC):
         if self._last_stats is not None:
             return self._last_stats[1]
         state = self._state
-        measured = state.telemetry.by_group()
-        found = [comm.stats(state.last_traffic(comm), measured[comm.group.name]) for comm in state.groups]
-        if not state.steps and not state.step_pending:
-            for each in found:
-                each["compression_ratio"] = None
-        return found
+        return group_stats(
+            state.groups, steps=state.steps, is_pending=state.step_pending, telemetry=state.telemetry
+        )
 
     def measure(self) -> Measurement:
         """Measure the error of quantization now, over entire shards; call it on all ranks.
@@ -403,11 +379,14 @@ class CommHandle(ABC):
     @torch.no_grad()
     @torch.inference_mode(False)
     def _audit(self, config: AuditConfig) -> bool:
-        groups = self._state.groups
-        copies = [copy for comm in groups for copy in comm.copies()]
-        names = audit_replicas(copies, config)
-        wrong = [comm for comm in groups if comm.group.name in names]
+        names = audit_replicas(self._audited(), config)
+        wrong = [comm for comm in self._state.groups if comm.group.name in names]
         return not self._refresh_mismatched(wrong, config=config)
+
+    def _audited(self) -> list[ReplicaCopy]:
+        """Return this rank's copies of weights that other ranks hold too."""
+        copies = map(replica_copy, self._state.groups)
+        return [copy for copy in copies if copy is not None]
 
     def _audit_if_due(self, step: int) -> None:
         config = self.config.audit
@@ -415,9 +394,7 @@ class CommHandle(ABC):
             self._audit(config)
 
     @abstractmethod
-    def _refresh_mismatched(
-        self, wrong: Sequence[GroupState], *, config: AuditConfig
-    ) -> Sequence[GroupState]:
+    def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         """Request a full-precision refresh of these groups; return also the groups other ranks found."""
 
     def _check_attached(self) -> None:

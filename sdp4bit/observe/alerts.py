@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
 from sdp4bit.observe.measures import MEASURES, Telemetry
@@ -154,6 +155,24 @@ class Alerts:
     def detach(self) -> None:
         """Drop the references to the groups; keep the alerts."""
         self._groups, self._members = [], {}
+
+
+def watched(group: Group, config: AlertConfig) -> Watched:
+    """Return a group as alerts see it."""
+    return Watched(
+        name=group.group.name,
+        row=group.index,
+        ranks=group.group.ranks,
+        process_group=group.group.process_group,
+        device=group.group.device,
+        traffic=group.gradient_traffic,
+        thresholds=thresholds_of(
+            config,
+            gradients=group.gradient_config,
+            layouts=group.gradient_layouts,
+            weights=group.weight_config,
+        ),
+    )
 
 
 def thresholds_of(

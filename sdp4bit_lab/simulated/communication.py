@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, whole_row
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AuditConfig, SDP4BitConfig
-from sdp4bit.engines.group import GroupState, change_squares, is_large_change
+from sdp4bit.engines.edits import change_squares, is_large_change
 from sdp4bit.engines.handle import CommHandle, ModelState, StateDict
-from sdp4bit.observe.alerts import Alerts
+from sdp4bit.observe.alerts import Alerts, watched
 from sdp4bit.observe.explain import one_node_reason
-from sdp4bit.observe.measures import sample_of
-from sdp4bit.traffic import Traffic
+from sdp4bit.observe.measures import sample_gradient, sample_of
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica
 from sdp4bit_lab.simulated.rows import RowLayout
 
@@ -29,6 +29,8 @@ FORMAT_VERSION = 1
 
 class SimulatedGroup:
     """Parameters that the simulated ranks gather and reduce together."""
+
+    process_group = value_ranges = None
 
     def __init__(self, name: str, rows: RowLayout, *, main: Mapping[str, Tensor]) -> None:
         self.name = name
@@ -55,7 +57,7 @@ class SimulatedGroup:
         return sample_of(self.rows.row(self._main, rank=0), ranges).float()
 
 
-class SimulatedGroupState(GroupState):
+class SimulatedGroupState(Group):
     """Communication state of one parameter group; counters are per rank."""
 
     group: SimulatedGroup
@@ -78,8 +80,6 @@ class SimulatedGroupState(GroupState):
         self.stays_gathered = stays_gathered
         """Whether the weights are kept from forward to backward."""
         self.is_gathered = False
-        self.is_changed = False
-        """Whether the main weights have changed since the last refresh."""
         self.weight_sections: tuple[Section, ...] = ()
         self.gradient_sections: tuple[Section, ...] = ()
         self.was_loaded = False
@@ -138,6 +138,7 @@ class SimulatedCommHandle(CommHandle):
             reshard: whether ranks free a block's weights after its forward.
         """
         self.layout = layout
+        self._reporting_ranks = layout.size
         self._main_parameters = dict(main.named_parameters())
         self._main = {name: parameter.detach() for name, parameter in self._main_parameters.items()}
         self._held = {name: parameter.detach() for name, parameter in compute.named_parameters()}
@@ -161,8 +162,8 @@ class SimulatedCommHandle(CommHandle):
             comms.append(comm)
         super().__init__(SimulatedModelState(comms, telemetry=config.telemetry), config=config)
         if config.alerts is not None:
-            watched = [comm.watched(config.alerts, process_group=None) for comm in comms]
-            self._watch(Alerts(watched, telemetry=self._state.telemetry))
+            groups_watched = [watched(comm, config.alerts) for comm in comms]
+            self._watch(Alerts(groups_watched, telemetry=self._state.telemetry))
 
     def _choose(self, comm: SimulatedGroupState, config: SDP4BitConfig) -> None:
         """Set up a group's quantized communication, or the reason for its absence."""
@@ -295,7 +296,7 @@ class SimulatedCommHandle(CommHandle):
                 comm.group.rows.write_rows(gradients, rows)
                 nonfinite = None
                 if rank == 0:
-                    nonfinite = comm.sample_gradient(rows.view(-1), sample_numel=state.gradient_sample_numel)
+                    nonfinite = sample_gradient(comm, rows.view(-1), sample_numel=state.gradient_sample_numel)
                 comm.reductions_of_all.add(
                     rows, call=comm.reductions, nonfinite=nonfinite, sections=comm.gradient_sections
                 )
@@ -339,12 +340,7 @@ class SimulatedCommHandle(CommHandle):
 
     # -- the handle ------------------------------------------------------------------------------------
 
-    def _reported(self, traffic: Traffic) -> dict[str, int]:
-        return {name: count * self.layout.size for name, count in traffic.as_dict().items()}
-
-    def _refresh_mismatched(
-        self, wrong: Sequence[GroupState], *, config: AuditConfig
-    ) -> Sequence[GroupState]:
+    def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         return wrong
 
     def state_dict(self) -> StateDict:

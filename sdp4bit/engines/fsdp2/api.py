@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
+from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import TopologySpec, create_host_groups, create_topologies, destroy_topology
@@ -47,9 +48,9 @@ from sdp4bit.engines.fsdp2.observers import in_backward
 from sdp4bit.engines.fsdp2.refresh import FSDPModelState
 from sdp4bit.engines.fsdp2.state import load_state, save_state
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
-from sdp4bit.engines.group import GroupState
 from sdp4bit.engines.handle import CommHandle, StateDict
-from sdp4bit.observe.alerts import Alerts
+from sdp4bit.observe.alerts import Alerts, watched
+from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.observe.explain import ONE_RANK
 from sdp4bit.quantization.checksum import prepare_checksums
 from sdp4bit.quantization.random import check_numbers
@@ -238,8 +239,8 @@ class FSDPCommHandle(CommHandle):
                     name=comm.group.name,
                 )
         if config.alerts is not None:
-            watched = [comm.watched(config.alerts, process_group=comm.group.process_group) for comm in comms]
-            self._watch(Alerts(watched, telemetry=self._state.telemetry))
+            groups_watched = [watched(comm, config.alerts) for comm in comms]
+            self._watch(Alerts(groups_watched, telemetry=self._state.telemetry))
         self._previous = [self._install(comm) for comm in comms]
         for comm in comms:
             comm.group.is_attached = True
@@ -314,9 +315,11 @@ class FSDPCommHandle(CommHandle):
         # Plain steps have changed the main weights; resync also frees parameters that stayed unsharded.
         self.resync()
 
-    def _refresh_mismatched(
-        self, wrong: Sequence[GroupState], *, config: AuditConfig
-    ) -> Sequence[GroupState]:
+    def _audited(self) -> list[ReplicaCopy]:
+        mains = [comm.main_copy() for comm in self._state.groups]
+        return [*super()._audited(), *(copy for copy in mains if copy is not None)]
+
+    def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         state = self._state
         # Tensor-parallel ranks must refresh their copies of a parameter identically.
         if config.on_mismatch == "resync" and state.groups:

@@ -24,10 +24,10 @@ from torch.distributed import ProcessGroup
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.work import HostCopy, SideStream
 from sdp4bit.config import TelemetryConfig
+from sdp4bit.engines.edits import SMALL_EDIT, is_large_change
 from sdp4bit.engines.fsdp2.groups import reduce_over_copies
 from sdp4bit.engines.fsdp2.observers import StateDictAliases, StepObserver
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
-from sdp4bit.engines.group import SMALL_EDIT, is_large_change
 from sdp4bit.engines.handle import ModelState, logger
 
 if TYPE_CHECKING:

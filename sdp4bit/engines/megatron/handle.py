@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import (
@@ -18,7 +19,6 @@ from sdp4bit.collectives.topology import (
 )
 from sdp4bit.collectives.work import SideStream, StagedCollectives, has_one_queue
 from sdp4bit.config import AlertConfig, AuditConfig, SDP4BitConfig
-from sdp4bit.engines.group import GroupState
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.megatron.buckets import (
     REPLICATED_DTYPES,
@@ -31,7 +31,7 @@ from sdp4bit.engines.megatron.objects import Chunk, Optimizer
 from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
-from sdp4bit.observe.alerts import Alerts
+from sdp4bit.observe.alerts import Alerts, watched
 from sdp4bit.observe.explain import ONE_RANK, describe_gradients, one_node_note, one_node_reason
 from sdp4bit.observe.measures import Telemetry
 
@@ -193,11 +193,12 @@ class MegatronCommHandle(CommHandle):
 
     def _audit(self, config: AuditConfig) -> bool:
         self._finish_pending()
+        for comm in self._state.groups:
+            if comm.replica is not None:
+                comm.replica.attach_rows()
         return super()._audit(config)
 
-    def _refresh_mismatched(
-        self, wrong: Sequence[GroupState], *, config: AuditConfig
-    ) -> Sequence[GroupState]:
+    def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         for comm in self._state.groups:
             if comm in wrong:
                 comm.refresh_fully()
@@ -248,14 +249,14 @@ def _alerts(
     chunks: Sequence[Chunk], comms: Sequence[BucketState], *, telemetry: Telemetry, config: AlertConfig
 ) -> Alerts:
     """Return the alerts of the quantized buckets without experts, which step later."""
-    watched = [
-        comm.watched(config, process_group=comm.group.process_group)
+    quantized = [
+        comm
         for comm in comms
         if (comm.replica is not None or comm.reduction is not None) and not comm.group.is_expert
     ]
     stages = pipeline_group(chunks)
     return Alerts(
-        watched,
+        [watched(comm, config) for comm in quantized],
         telemetry=telemetry,
         where="" if stages is None else f"pipeline stage {stages.rank()}",
     )
