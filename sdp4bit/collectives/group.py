@@ -6,7 +6,7 @@ Reports read its attributes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +85,10 @@ class Group:
         """
         self.group: Rows = group
         self.index = index
+        # Numbers of the data of this rank, and of the ranks with the same shard, for the rounding of
+        # gradients; None for this rank's index in the group.
+        self.data_rank: int | None = None
+        self.data_ranks_of_replicas = range(0)
         self.layout = layout
         self.replica_layout = replicas
         nodes, ranks = layout.nodes, layout.ranks_per_node
@@ -94,6 +98,7 @@ class Group:
         self.all_reduce_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
         self.separate_parameters = False
         """Whether rows are cut into sections of complete parameters, see `SDP4BitConfig`."""
+        self.make_replica: Callable[..., WeightReplica] = WeightReplica  # engines bind more arguments
         self.replica: WeightReplica | None = None
         self.weights_unquantized_reason = ""
         self.reduction: QuantizedReduceScatter | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
+from sdp4bit.engines.protocol import Engine, Undo
 from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
 from sdp4bit.observe.explain import render, row_of, wrapped
@@ -46,6 +48,11 @@ class ModelState:
         self.step_pending = False
         """An optimizer has stepped but the step has not reached its boundary, which is the next forward on
         FSDP2."""
+
+    def on_step(self, call: Callable[[int], None]) -> Undo:
+        """Call with the number of steps after each; see `Engine.on_step`."""
+        self.step_listeners.append(call)
+        return partial(self.step_listeners.remove, call)
 
     @property
     def gradient_sample_numel(self) -> int | None:
@@ -124,6 +131,7 @@ class CommHandle(ABC):
     """Quantized communication of a model, and reports about it."""
 
     _state: ModelState
+    _engine: Engine
     _hint = ""  # last line of `explain()`
     _reporting_ranks = 1  # ranks whose bytes `stats()` adds up
 
@@ -137,8 +145,37 @@ class CommHandle(ABC):
         self._last_stats: tuple[Stats, list[GroupStats]] | None = None
         """The statistics at the removal."""
         self._is_quantized = True
-        if config.audit is not None:
-            state.step_listeners.append(self._audit_if_due)
+        self._installed = ExitStack()  # undoes the installation of the groups
+        self._undo = ExitStack()  # undoes the attachment
+
+    @contextmanager
+    def _attaching(self) -> Iterator[ExitStack]:
+        """Collect the undo of everything that attaches, for `remove`; run it if the block fails."""
+        with ExitStack() as undo:
+            undo.callback(self._end)
+            yield undo
+            self._undo = undo.pop_all()
+
+    def _install(self, engine: Engine, *, undo: ExitStack, alerts: Alerts | None) -> None:
+        """Make the engine communicate through its groups, and audit and alert after its steps."""
+        self._engine, self._alerts = engine, alerts
+        undo.callback(self._uninstall_groups)
+        self._install_groups()
+        undo.callback(engine.on_step(self._after_step))
+
+    def _install_groups(self) -> None:
+        for group in self._engine.groups():
+            self._installed.callback(self._engine.install(group))
+
+    def _uninstall_groups(self) -> None:
+        self._installed.close()
+
+    def _after_step(self, step: int) -> None:
+        config = self.config.audit
+        if config is not None and step % config.interval == 0:
+            self._audit(config)
+        if self._alerts is not None:
+            self._alerts.at_step_boundary(step)
 
     def _log_attached(self) -> None:
         """Log one line on rank 0; called once all quantizers are set."""
@@ -154,11 +191,6 @@ class CommHandle(ABC):
                 sum(group.replica is not None for group in groups),
                 sum(bool(group.gradient_quantizers) for group in groups),
             )
-
-    def _watch(self, alerts: Alerts) -> None:
-        """Check alerts after every step, after the audit."""
-        self._alerts = alerts
-        self._state.step_listeners.append(alerts.at_step_boundary)
 
     @abstractmethod
     def mark_step(self) -> None:
@@ -176,9 +208,18 @@ class CommHandle(ABC):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks."""
 
-    @abstractmethod
     def remove(self) -> None:
-        """Restore the engine's own communication; call it on all ranks."""
+        """Restore the engine's own communication; remove all hooks and process groups. Call it on all ranks.
+
+        Call it between two steps. The model then continues from the main weights. It also works after
+        `destroy_process_group`, except that Megatron-Core's parameters keep their rounding errors, because
+        nothing can be sent.
+
+        Raises:
+            RuntimeError: FSDP2 holds gradients of HSDP that it has not all-reduced; nothing is changed.
+        """
+        self._check_left()
+        self._undo.close()
 
     @property
     def is_attached(self) -> bool:
@@ -333,10 +374,10 @@ class CommHandle(ABC):
             self._check_left()
 
     def _check_left(self) -> None:  # noqa: B027
-        """Raise RuntimeError if a block of `full_precision` must not end now."""
+        """Raise RuntimeError if quantization must not be turned off or on now."""
 
     def _check_switch(self) -> None:
-        """Raise RuntimeError unless `_switch` can be called now; engines that can switch override both."""
+        """Raise RuntimeError unless `_switch` can be called now; engines that can switch override it."""
         raise RuntimeError(
             f"{type(self).__name__} cannot turn quantization off and on during training; full_precision and "
             "time_steps need FSDP2. Compare a run with sdp4bit to one without it"
@@ -344,7 +385,12 @@ class CommHandle(ABC):
 
     def _switch(self) -> None:
         """Turn quantization off or on again; sends nothing."""
-        self._check_switch()
+        if self._is_quantized:
+            self._uninstall_groups()
+        else:
+            self._install_groups()
+        self._is_quantized = not self._is_quantized
+        self.resync()  # plain steps have changed the main weights
 
     def alerts(self) -> list[Alert]:
         """Return the last thousand alerts, oldest first.
@@ -388,11 +434,6 @@ class CommHandle(ABC):
         copies = map(replica_copy, self._state.groups)
         return [copy for copy in copies if copy is not None]
 
-    def _audit_if_due(self, step: int) -> None:
-        config = self.config.audit
-        if config is not None and step % config.interval == 0:
-            self._audit(config)
-
     @abstractmethod
     def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         """Request a full-precision refresh of these groups; return also the groups other ranks found."""
@@ -406,9 +447,9 @@ class CommHandle(ABC):
 
     def _end(self) -> None:
         """Drop all references to the model; keep the last statistics."""
-        if not self._removed:
-            self._last_stats = self.stats(), self.group_stats()
+        self._last_stats = self.stats(), self.group_stats()
         if self._alerts is not None:
             self._alerts.detach()
         self._state.detach()
         self._removed = True
+        vars(self).pop("_engine", None)  # not set if attaching has failed

@@ -6,7 +6,7 @@ and how many bytes would be sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.edits import change_squares, is_large_change
 from sdp4bit.engines.handle import CommHandle, ModelState, StateDict
+from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.alerts import Alerts, watched
 from sdp4bit.observe.explain import one_node_reason
 from sdp4bit.observe.measures import sample_gradient, sample_of
@@ -110,6 +111,22 @@ class SimulatedModelState(ModelState):
     groups: Sequence[SimulatedGroupState]
 
 
+class SimulatedRanks:
+    """Simulated ranks as an engine; their training loop calls the handle itself."""
+
+    def __init__(self, state: SimulatedModelState) -> None:
+        self._state = state
+
+    def groups(self) -> Sequence[Group]:
+        return self._state.groups
+
+    def install(self, group: Group) -> Undo:
+        return lambda: None
+
+    def on_step(self, call: Callable[[int], None]) -> Undo:
+        return self._state.on_step(call)
+
+
 class SimulatedCommHandle(CommHandle):
     """Communication engine of simulated ranks, with the common handle interface.
 
@@ -161,9 +178,12 @@ class SimulatedCommHandle(CommHandle):
             self._choose(comm, config)
             comms.append(comm)
         super().__init__(SimulatedModelState(comms, telemetry=config.telemetry), config=config)
+        state, alerts = self._state, None
         if config.alerts is not None:
-            groups_watched = [watched(comm, config.alerts) for comm in comms]
-            self._watch(Alerts(groups_watched, telemetry=self._state.telemetry))
+            alerts = Alerts([watched(comm, config.alerts) for comm in comms], telemetry=state.telemetry)
+        with self._attaching() as undo:
+            undo.callback(self._free)
+            self._install(SimulatedRanks(state), undo=undo, alerts=alerts)
 
     def _choose(self, comm: SimulatedGroupState, config: SDP4BitConfig) -> None:
         """Set up a group's quantized communication, or the reason for its absence."""
@@ -380,8 +400,6 @@ class SimulatedCommHandle(CommHandle):
                 for segment in comm.group.rows.segments:
                     self._held[segment.name].copy_(state_dict["replica"][segment.name])
 
-    def remove(self) -> None:
-        """Free the memory of messages and gradients."""
+    def _free(self) -> None:
         self._scratch = Scratch()
         self._reduced.clear()
-        self._end()

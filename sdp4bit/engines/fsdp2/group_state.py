@@ -28,6 +28,7 @@ class FSDPGroupState(Group):
         self, group: FSDPGroup, *, index: int, layout: NodeLayout, replicas: NodeLayout | None
     ) -> None:
         super().__init__(group, index=index, layout=layout, replicas=replicas)
+        self.data_rank, self.data_ranks_of_replicas = group.data_rank, group.data_ranks_of_replicas
         self.has_copies = bool(group.copied_over)
         self.state = State.NEVER
         # Segments that were trainable at the last refresh; the others are frozen and not sent.

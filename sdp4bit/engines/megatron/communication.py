@@ -31,20 +31,21 @@ class BucketReplica(WeightReplica):
 
     def __init__(
         self,
-        bucket: MegatronBucket,
         topology: Topology,
         *,
-        config: WeightConfig,
-        scratch: Scratch,
+        bucket: MegatronBucket,
         exact_ranges: Sequence[Sequence[Range]],
+        config: WeightConfig,
         traffic: TrafficCounter,
+        scratch: Scratch,
+        name: str,
     ) -> None:
         """Create a replica; sends nothing.
 
         Args:
             exact_ranges: for every rank the ranges of its row to send in full precision.
         """
-        config, name = replace(config, replica="full"), bucket.name
+        config = replace(config, replica="full")
         super().__init__(topology, config=config, traffic=traffic, scratch=scratch, name=name)
         self._group = bucket
         self._exact = WeightReplica(
