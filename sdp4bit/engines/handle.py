@@ -6,106 +6,21 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.group import Group
-from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
-from sdp4bit.engines.protocol import Engine, Undo
+from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.engines.protocol import Engine
 from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
 from sdp4bit.observe.explain import render, row_of, wrapped
-from sdp4bit.observe.measures import (
-    SQUARES,
-    Measurement,
-    Telemetry,
-    group_squares,
-    pending_squares,
-    total_error,
-    total_measures,
-)
-from sdp4bit.observe.stats import GroupStats, Stats, group_stats, model_stats, step_traffic
+from sdp4bit.observe.measures import Measurement
+from sdp4bit.observe.stats import GroupStats, ModelState, Stats
 from sdp4bit.observe.timing import StepTimes, time_steps
-
-
-class ModelState:
-    """Step count and measures, which all parameter groups of one attached model share."""
-
-    def __init__(self, groups: Sequence[Group], *, telemetry: TelemetryConfig | None = None) -> None:
-        self.groups: Sequence[Group] = groups
-        self.telemetry = Telemetry(telemetry, [comm.group.name for comm in groups])
-        for comm in groups:
-            comm.counts_nonfinite = telemetry is not None
-        self.step_listeners: list[Callable[[int], None]] = []
-        """Called with the step number on every rank, once per step. The step's measures are available and
-        the next step has sent nothing yet, so listeners may communicate."""
-        self.steps = 0  # steps that have reached their boundary
-        self.step_pending = False
-        """An optimizer has stepped but the step has not reached its boundary, which is the next forward on
-        FSDP2."""
-
-    def on_step(self, call: Callable[[int], None]) -> Undo:
-        """Call with the number of steps after each; see `Engine.on_step`."""
-        self.step_listeners.append(call)
-        return partial(self.step_listeners.remove, call)
-
-    @property
-    def gradient_sample_numel(self) -> int | None:
-        """Sample size for gradients that are reduced now; None keeps no samples."""
-        return self.telemetry.sample_numel if self.telemetry.is_due(self.steps + 1) else None
-
-    def end_traffic(self) -> None:
-        """Assign the bytes sent so far to the last step."""
-        for comm in self.groups:
-            for counter in comm.counters:
-                counter.end_step()
-
-    @torch.no_grad()
-    @torch.inference_mode(False)  # the first forward after a step may be one of inference
-    def measure_step(self) -> None:
-        """Measure the step that has just reached its boundary, if due, and call the listeners."""
-        is_due = self.telemetry.is_due(self.steps)
-        if is_due:
-            self.telemetry.publish(self._squares(self.telemetry.sample_numel), step=self.steps)
-        for listener in self.step_listeners:
-            listener(self.steps)
-        if is_due:
-            for comm in self.groups:
-                # Otherwise a group without a gradient in the next measured step would report this one again.
-                comm.gradient_sample = comm.nonfinite_groups = None
-
-    @torch.no_grad()
-    @torch.inference_mode(False)
-    def measure(self) -> Tensor:
-        """Return the current squares [groups, SQUARES] of entire weight shards and the last gradients."""
-        return self.telemetry.with_last_gradients(self._squares(None))
-
-    def _squares(self, sample_numel: int | None) -> Tensor:
-        # One group at a time: measuring an entire shard takes several times its memory.
-        rows = [group_squares(comm, sample_numel=sample_numel) for comm in self.groups]
-        return torch.stack(rows) if rows else torch.empty(0, SQUARES, dtype=torch.float64)
-
-    @torch.no_grad()
-    @torch.inference_mode(False)
-    def pending_squares(self) -> Tensor:
-        """Return the squares [groups, 2] of the changes not sent yet."""
-        rows = [pending_squares(comm) for comm in self.groups]
-        return torch.stack(rows) if rows else torch.empty(0, 2, dtype=torch.float64)
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the groups; None on a rank without any."""
-        return self.groups[0].group.device if self.groups else None
-
-    def detach(self) -> None:
-        """Drop all references to the model; keep the step count."""
-        self.groups, self.step_listeners = [], []
-
 
 logger = logging.getLogger("sdp4bit")
 
@@ -133,7 +48,6 @@ class CommHandle(ABC):
     _state: ModelState
     _engine: Engine
     _hint = ""  # last line of `explain()`
-    _reporting_ranks = 1  # ranks whose bytes `stats()` adds up
 
     def __init__(self, state: ModelState, *, config: SDP4BitConfig, note: str = "") -> None:
         """Create the handle of an attached model; `explain` prints the note below its table."""
@@ -156,9 +70,16 @@ class CommHandle(ABC):
             yield undo
             self._undo = undo.pop_all()
 
-    def _install(self, engine: Engine, *, undo: ExitStack, alerts: Alerts | None) -> None:
-        """Make the engine communicate through its groups, and audit and alert after its steps."""
-        self._engine, self._alerts = engine, alerts
+    def _install(self, engine: Engine, *, undo: ExitStack, watched: Sequence[Group], where: str = "") -> None:
+        """Make the engine communicate through its groups, and audit and alert after its steps.
+
+        Args:
+            watched: the groups with alerts.
+            where: see `Alerts`.
+        """
+        self._engine, config = engine, self.config.alerts
+        if config is not None:
+            self._alerts = Alerts(watched, config=config, telemetry=self._state.telemetry, where=where)
         undo.callback(self._uninstall_groups)
         self._install_groups()
         undo.callback(engine.on_step(self._after_step))
@@ -241,9 +162,8 @@ class CommHandle(ABC):
         if not self._is_quantized:
             return "inside full_precision(): the model communicates as without sdp4bit"
         state = self._state
-        pending = state.step_pending
-        table = render([row_of(comm, step_traffic(comm, is_pending=pending)) for comm in state.groups])
-        hint = self._hint if state.groups and (state.steps or pending) else ""
+        table = render([row_of(comm, state.traffic_of(comm)) for comm in state.groups])
+        hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
         return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
 
     def stats(self) -> Stats:
@@ -269,14 +189,7 @@ class CommHandle(ABC):
         """
         if self._last_stats is not None:
             return self._last_stats[0]
-        state = self._state
-        return model_stats(
-            state.groups,
-            steps=state.steps,
-            is_pending=state.step_pending,
-            telemetry=state.telemetry,
-            reporting_ranks=self._reporting_ranks,
-        )
+        return self._state.stats()
 
     def group_stats(self) -> list[GroupStats]:
         """Return one dictionary per group with this rank's statistics; cheap, never waits.
@@ -290,10 +203,7 @@ class CommHandle(ABC):
         """
         if self._last_stats is not None:
             return self._last_stats[1]
-        state = self._state
-        return group_stats(
-            state.groups, steps=state.steps, is_pending=state.step_pending, telemetry=state.telemetry
-        )
+        return self._state.group_stats()
 
     def measure(self) -> Measurement:
         """Measure the error of quantization now, over entire shards; call it on all ranks.
@@ -307,10 +217,7 @@ class CommHandle(ABC):
             "gradient_error", "nonfinite_groups": of the gradients that were sampled last.
         """
         self._check_attached()
-        return {
-            **total_measures(self._state.measure()),
-            "pending": total_error(self._state.pending_squares()),
-        }
+        return self._state.measure()
 
     def time_steps(self, step: Callable[[], object], *, repeats: int = 10) -> StepTimes:
         """Measure training steps with and without quantization, on this model, network and data.

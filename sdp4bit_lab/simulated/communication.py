@@ -17,11 +17,11 @@ from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, 
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.edits import change_squares, is_large_change
-from sdp4bit.engines.handle import CommHandle, ModelState, StateDict
+from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.protocol import Undo
-from sdp4bit.observe.alerts import Alerts, watched
 from sdp4bit.observe.explain import one_node_reason
 from sdp4bit.observe.measures import sample_gradient, sample_of
+from sdp4bit.observe.stats import ModelState
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica
 from sdp4bit_lab.simulated.rows import RowLayout
 
@@ -155,7 +155,6 @@ class SimulatedCommHandle(CommHandle):
             reshard: whether ranks free a block's weights after its forward.
         """
         self.layout = layout
-        self._reporting_ranks = layout.size
         self._main_parameters = dict(main.named_parameters())
         self._main = {name: parameter.detach() for name, parameter in self._main_parameters.items()}
         self._held = {name: parameter.detach() for name, parameter in compute.named_parameters()}
@@ -178,12 +177,10 @@ class SimulatedCommHandle(CommHandle):
             self._choose(comm, config)
             comms.append(comm)
         super().__init__(SimulatedModelState(comms, telemetry=config.telemetry), config=config)
-        state, alerts = self._state, None
-        if config.alerts is not None:
-            alerts = Alerts([watched(comm, config.alerts) for comm in comms], telemetry=state.telemetry)
+        self._state.reporting_ranks = layout.size
         with self._attaching() as undo:
             undo.callback(self._free)
-            self._install(SimulatedRanks(state), undo=undo, alerts=alerts)
+            self._install(SimulatedRanks(self._state), undo=undo, watched=comms)
 
     def _choose(self, comm: SimulatedGroupState, config: SDP4BitConfig) -> None:
         """Set up a group's quantized communication, or the reason for its absence."""

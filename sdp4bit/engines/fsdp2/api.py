@@ -49,7 +49,6 @@ from sdp4bit.engines.fsdp2.state import load_state, save_state
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.protocol import Undo
-from sdp4bit.observe.alerts import Alerts, watched
 from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.quantization.checksum import prepare_checksums
 from sdp4bit.quantization.random import check_numbers
@@ -257,16 +256,12 @@ class FSDPCommHandle(CommHandle):
             shards = list(layouts.shards.values())
             state.decision_groups = host_groups(shards, purpose="decisions", undo=undo)
             undo.callback(setattr, state, "decision_groups", {})
-            alerts = None
-            if config.alerts is not None:
-                seen = [watched(comm, config.alerts) for comm in comms]
-                alerts = Alerts(seen, telemetry=state.telemetry)
             # Without sdp4bit, FSDP2 gathers the main weights again.
             undo.callback(state.reshard, comms)
             for comm in comms:
                 undo.callback(setattr, comm.group, "is_attached", False)
                 comm.group.is_attached = True
-            self._install(FSDP2(roots, state), undo=undo, alerts=alerts)
+            self._install(FSDP2(roots, state), undo=undo, watched=comms)
         self._log_attached()
 
     def mark_step(self) -> None:

@@ -28,7 +28,8 @@ from sdp4bit.engines.edits import SMALL_EDIT, is_large_change
 from sdp4bit.engines.fsdp2.groups import reduce_over_copies
 from sdp4bit.engines.fsdp2.observers import StateDictAliases, StepObserver
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
-from sdp4bit.engines.handle import ModelState, logger
+from sdp4bit.engines.handle import logger
+from sdp4bit.observe.stats import ModelState
 
 if TYPE_CHECKING:
     from sdp4bit.engines.fsdp2.group_state import FSDPGroupState

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.work import SideStream, StagedCollectives, has_one_queue
-from sdp4bit.config import AlertConfig, AuditConfig, SDP4BitConfig
+from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import Layouts
 from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict
@@ -29,9 +29,7 @@ from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
 from sdp4bit.engines.protocol import Undo
-from sdp4bit.observe.alerts import Alerts, watched
 from sdp4bit.observe.explain import ONE_RANK, describe_gradients, one_node_note, one_node_reason
-from sdp4bit.observe.measures import Telemetry
 
 EXPERTS_SPLIT = "experts under tensor parallelism"  # reason why a bucket of experts is not quantized
 
@@ -163,10 +161,13 @@ class MegatronCommHandle(CommHandle):
                     comm.count_full_refresh()
             undo.callback(copies.remove)
             copies.install(gradients_quantized=any(comm.reduction is not None for comm in comms))
+            stages = pipeline_group(chunks)
             self._install(
                 MegatronCore(self, state, optimizers=optimizers),
                 undo=undo,
-                alerts=_alerts(chunks, comms, telemetry=state.telemetry, config=config.alerts),
+                # Experts step later.
+                watched=[c for c in comms if (c.replica or c.reduction) and not c.group.is_expert],
+                where="" if stages is None else f"pipeline stage {stages.rank()}",
             )
             undo.callback(self._send_main_weights)
         self._log_attached()
@@ -239,25 +240,6 @@ def _choose(comm: BucketState, copies: TensorParallelCopies, *, config: SDP4BitC
     if not comm.weights_unquantized_reason:
         exact_ranges = replicated_ranges(bucket, copies.parameters)
         comm.make_replica = partial(BucketReplica, bucket=bucket, exact_ranges=exact_ranges)
-
-
-def _alerts(
-    chunks: Sequence[Chunk], comms: Sequence[BucketState], *, telemetry: Telemetry, config: AlertConfig | None
-) -> Alerts | None:
-    """Return the alerts of the quantized buckets without experts, which step later."""
-    if config is None:
-        return None
-    quantized = [
-        comm
-        for comm in comms
-        if (comm.replica is not None or comm.reduction is not None) and not comm.group.is_expert
-    ]
-    stages = pipeline_group(chunks)
-    return Alerts(
-        [watched(comm, config) for comm in quantized],
-        telemetry=telemetry,
-        where="" if stages is None else f"pipeline stage {stages.rank()}",
-    )
 
 
 def _unquantized_reason(comm: BucketState, *, is_split: bool) -> str:
