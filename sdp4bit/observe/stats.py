@@ -83,6 +83,13 @@ class ModelState:
             for counter in comm.counters:
                 counter.end_step()
 
+    def end_step(self) -> None:
+        """Count and measure a step that has reached its boundary."""
+        self.step_pending = False
+        self.steps += 1
+        self.end_traffic()
+        self.measure_step()
+
     @torch.no_grad()
     @torch.inference_mode(False)  # the first forward after a step may be one of inference
     def measure_step(self) -> None:

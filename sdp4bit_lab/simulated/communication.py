@@ -216,10 +216,7 @@ class SimulatedCommHandle(CommHandle):
         """Update the compute weights; call before every forward of rank 0."""
         state = self._state
         if state.step_pending:
-            state.step_pending = False
-            state.steps += 1
-            state.end_traffic()
-            state.measure_step()
+            state.end_step()
         for comm in state.groups:
             if not comm.is_gathered:
                 self._refresh(comm)
