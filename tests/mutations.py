@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sdp4bit.collectives.group import reduction_multiplier
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.ddp.hook import DDPCommState
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook, ReplicaGroup
-from sdp4bit.engines.group import reduction_multiplier
 
 Fired = list[str]
 """An entry for every call that was broken."""

@@ -115,6 +115,17 @@ def test_the_fsdp2_example_trains() -> None:
     assert any("gradients  full precision: all ranks on one node" in line for line in lines)
 
 
+def test_the_example_of_an_engine_trains_with_and_without_sdp4bit() -> None:
+    quantized, unquantized = run("engine.py"), run("engine.py", "--plain")
+    ours, plain = losses(quantized), losses(unquantized)
+    assert len(ours) == 12 and ours[-1] < ours[0]
+    assert ours[0] == plain[0] and ours != plain  # the first gather is in full precision
+    assert ours == pytest.approx(plain, abs=0.002)
+    assert sum(line == "  weights    int4/2048 difference, node replica" for line in quantized) == 3
+    assert sum(line == "  gradients  inter int4/128, Hadamard" for line in quantized) == 3
+    assert quantized[-1] == "7.87x fewer inter-node bytes than in full precision"
+
+
 @pytest.mark.slow
 def test_the_megatron_example_trains_on_a_cpu_with_and_without_sdp4bit() -> None:
     pytest.importorskip("megatron.core")

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig, quantize_communication
+from sdp4bit.collectives.group import reduction_multiplier
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
-from sdp4bit.engines.group import reduction_multiplier
 from tests import mutations
 
 VOCABULARY, SEQUENCE = 61, 24

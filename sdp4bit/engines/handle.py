@@ -5,114 +5,22 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from sdp4bit.config import AuditConfig, SDP4BitConfig, TelemetryConfig
-from sdp4bit.engines.group import GroupState, GroupStats
+from sdp4bit.collectives.group import Group
+from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.engines.protocol import Engine
 from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
-from sdp4bit.observe.audit import audit_replicas
-from sdp4bit.observe.explain import render, wrapped
-from sdp4bit.observe.measures import (
-    SQUARES,
-    Measurement,
-    Measures,
-    Telemetry,
-    total_error,
-    total_measures,
-)
+from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
+from sdp4bit.observe.explain import render, row_of, wrapped
+from sdp4bit.observe.measures import Measurement
+from sdp4bit.observe.stats import GroupStats, ModelState, Stats
 from sdp4bit.observe.timing import StepTimes, time_steps
-from sdp4bit.traffic import Traffic
-
-
-class Stats(Measures):
-    """Statistics of an attached model on this rank; see `CommHandle.stats`."""
-
-    steps: int
-    last_step: dict[str, int]
-    total: dict[str, int]
-    compression_ratio: float | None
-    full_refreshes: int
-    sampled_step: int | None
-
-
-class ModelState:
-    """Step count and measures, which all parameter groups of one attached model share."""
-
-    def __init__(self, groups: Sequence[GroupState], *, telemetry: TelemetryConfig | None = None) -> None:
-        self.groups: Sequence[GroupState] = groups
-        self.telemetry = Telemetry(telemetry, [comm.group.name for comm in groups])
-        for comm in groups:
-            comm.counts_nonfinite = telemetry is not None
-        self.step_listeners: list[Callable[[int], None]] = []
-        """Called with the step number on every rank, once per step. The step's measures are available and
-        the next step has sent nothing yet, so listeners may communicate."""
-        self.steps = 0  # steps that have reached their boundary
-        self.step_pending = False
-        """An optimizer has stepped but the step has not reached its boundary, which is the next forward on
-        FSDP2."""
-
-    @property
-    def gradient_sample_numel(self) -> int | None:
-        """Sample size for gradients that are reduced now; None keeps no samples."""
-        return self.telemetry.sample_numel if self.telemetry.is_due(self.steps + 1) else None
-
-    def end_traffic(self) -> None:
-        """Assign the bytes sent so far to the last step."""
-        for comm in self.groups:
-            for counter in comm.counters:
-                counter.end_step()
-
-    @torch.no_grad()
-    @torch.inference_mode(False)  # the first forward after a step may be one of inference
-    def measure_step(self) -> None:
-        """Measure the step that has just reached its boundary, if due, and call the listeners."""
-        is_due = self.telemetry.is_due(self.steps)
-        if is_due:
-            self.telemetry.publish(self._squares(self.telemetry.sample_numel), step=self.steps)
-        for listener in self.step_listeners:
-            listener(self.steps)
-        if is_due:
-            for comm in self.groups:
-                # Otherwise a group without a gradient in the next measured step would report this one again.
-                comm.gradient_sample = comm.nonfinite_groups = None
-
-    @torch.no_grad()
-    @torch.inference_mode(False)
-    def measure(self) -> Tensor:
-        """Return the current squares [groups, SQUARES] of entire weight shards and the last gradients."""
-        return self.telemetry.with_last_gradients(self._squares(None))
-
-    def _squares(self, sample_numel: int | None) -> Tensor:
-        # One group at a time: measuring an entire shard takes several times its memory.
-        rows = [comm.squares(sample_numel=sample_numel) for comm in self.groups]
-        return torch.stack(rows) if rows else torch.empty(0, SQUARES, dtype=torch.float64)
-
-    @torch.no_grad()
-    @torch.inference_mode(False)
-    def pending_squares(self) -> Tensor:
-        """Return the squares [groups, 2] of the changes not sent yet; see GroupState.pending_squares."""
-        rows = [comm.pending_squares() for comm in self.groups]
-        return torch.stack(rows) if rows else torch.empty(0, 2, dtype=torch.float64)
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the groups; None on a rank without any."""
-        return self.groups[0].group.device if self.groups else None
-
-    def last_traffic(self, comm: GroupState) -> Traffic:
-        """Return the traffic of a group in the last step, which ends with its optimizer step."""
-        return sum((c.current_step if self.step_pending else c.last_step for c in comm.counters), Traffic())
-
-    def detach(self) -> None:
-        """Drop all references to the model; keep the step count."""
-        self.groups, self.step_listeners = [], []
-
 
 logger = logging.getLogger("sdp4bit")
 
@@ -138,8 +46,8 @@ class CommHandle(ABC):
     """Quantized communication of a model, and reports about it."""
 
     _state: ModelState
-    _hint = ""
-    """Last line of `explain()`."""
+    _engine: Engine
+    _hint = ""  # last line of `explain()`
 
     def __init__(self, state: ModelState, *, config: SDP4BitConfig, note: str = "") -> None:
         """Create the handle of an attached model; `explain` prints the note below its table."""
@@ -151,8 +59,44 @@ class CommHandle(ABC):
         self._last_stats: tuple[Stats, list[GroupStats]] | None = None
         """The statistics at the removal."""
         self._is_quantized = True
-        if config.audit is not None:
-            state.step_listeners.append(self._audit_if_due)
+        self._installed = ExitStack()  # undoes the installation of the groups
+        self._undo = ExitStack()  # undoes the attachment
+
+    @contextmanager
+    def _attaching(self) -> Iterator[ExitStack]:
+        """Collect the undo of everything that attaches, for `remove`; run it if the block fails."""
+        with ExitStack() as undo:
+            undo.callback(self._end)
+            yield undo
+            self._undo = undo.pop_all()
+
+    def _install(self, engine: Engine, *, undo: ExitStack, watched: Sequence[Group], where: str = "") -> None:
+        """Make the engine communicate through its groups, and audit and alert after its steps.
+
+        Args:
+            watched: the groups with alerts.
+            where: see `Alerts`.
+        """
+        self._engine, config = engine, self.config.alerts
+        if config is not None:
+            self._alerts = Alerts(watched, config=config, telemetry=self._state.telemetry, where=where)
+        undo.callback(self._uninstall_groups)
+        self._install_groups()
+        undo.callback(engine.on_step(self._after_step))
+
+    def _install_groups(self) -> None:
+        for group in self._engine.groups():
+            self._installed.callback(self._engine.install(group))
+
+    def _uninstall_groups(self) -> None:
+        self._installed.close()
+
+    def _after_step(self, step: int) -> None:
+        config = self.config.audit
+        if config is not None and step % config.interval == 0:
+            self._audit(config)
+        if self._alerts is not None:
+            self._alerts.at_step_boundary(step)
 
     def _log_attached(self) -> None:
         """Log one line on rank 0; called once all quantizers are set."""
@@ -168,11 +112,6 @@ class CommHandle(ABC):
                 sum(group.replica is not None for group in groups),
                 sum(bool(group.gradient_quantizers) for group in groups),
             )
-
-    def _watch(self, alerts: Alerts) -> None:
-        """Check alerts after every step, after the audit."""
-        self._alerts = alerts
-        self._state.step_listeners.append(alerts.at_step_boundary)
 
     @abstractmethod
     def mark_step(self) -> None:
@@ -190,9 +129,18 @@ class CommHandle(ABC):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks."""
 
-    @abstractmethod
     def remove(self) -> None:
-        """Restore the engine's own communication; call it on all ranks."""
+        """Restore the engine's own communication; remove all hooks and process groups. Call it on all ranks.
+
+        Call it between two steps. The model then continues from the main weights. It also works after
+        `destroy_process_group`, except that Megatron-Core's parameters keep their rounding errors, because
+        nothing can be sent.
+
+        Raises:
+            RuntimeError: FSDP2 holds gradients of HSDP that it has not all-reduced; nothing is changed.
+        """
+        self._check_left()
+        self._undo.close()
 
     @property
     def is_attached(self) -> bool:
@@ -200,7 +148,7 @@ class CommHandle(ABC):
         return not self._removed
 
     @property
-    def groups(self) -> Sequence[GroupState]:
+    def groups(self) -> Sequence[Group]:
         """Communication of each parameter group: `replica`, `reduction`, `refreshes`, counters."""
         return self._state.groups
 
@@ -214,7 +162,7 @@ class CommHandle(ABC):
         if not self._is_quantized:
             return "inside full_precision(): the model communicates as without sdp4bit"
         state = self._state
-        table = render([comm.explain(state.last_traffic(comm)) for comm in state.groups])
+        table = render([row_of(comm, state.traffic_of(comm)) for comm in state.groups])
         hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
         return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
 
@@ -241,22 +189,7 @@ class CommHandle(ABC):
         """
         if self._last_stats is not None:
             return self._last_stats[0]
-        state = self._state
-        last = sum((state.last_traffic(comm) for comm in state.groups), Traffic())
-        total = sum((counter.total for comm in state.groups for counter in comm.counters), Traffic())
-        steps = state.steps + int(state.step_pending)
-        return {
-            "steps": steps,
-            "last_step": self._reported(last),
-            "total": self._reported(total),
-            "compression_ratio": last.compression_ratio if steps else None,
-            "full_refreshes": sum(comm.full_refreshes for comm in state.groups),
-            "sampled_step": state.telemetry.step,
-            **total_measures(state.telemetry.squares),
-        }
-
-    def _reported(self, traffic: Traffic) -> dict[str, int]:
-        return traffic.as_dict()  # simulated ranks report the bytes of all
+        return self._state.stats()
 
     def group_stats(self) -> list[GroupStats]:
         """Return one dictionary per group with this rank's statistics; cheap, never waits.
@@ -270,13 +203,7 @@ class CommHandle(ABC):
         """
         if self._last_stats is not None:
             return self._last_stats[1]
-        state = self._state
-        measured = state.telemetry.by_group()
-        found = [comm.stats(state.last_traffic(comm), measured[comm.group.name]) for comm in state.groups]
-        if not state.steps and not state.step_pending:
-            for each in found:
-                each["compression_ratio"] = None
-        return found
+        return self._state.group_stats()
 
     def measure(self) -> Measurement:
         """Measure the error of quantization now, over entire shards; call it on all ranks.
@@ -290,10 +217,7 @@ class CommHandle(ABC):
             "gradient_error", "nonfinite_groups": of the gradients that were sampled last.
         """
         self._check_attached()
-        return {
-            **total_measures(self._state.measure()),
-            "pending": total_error(self._state.pending_squares()),
-        }
+        return self._state.measure()
 
     def time_steps(self, step: Callable[[], object], *, repeats: int = 10) -> StepTimes:
         """Measure training steps with and without quantization, on this model, network and data.
@@ -357,10 +281,10 @@ class CommHandle(ABC):
             self._check_left()
 
     def _check_left(self) -> None:  # noqa: B027
-        """Raise RuntimeError if a block of `full_precision` must not end now."""
+        """Raise RuntimeError if quantization must not be turned off or on now."""
 
     def _check_switch(self) -> None:
-        """Raise RuntimeError unless `_switch` can be called now; engines that can switch override both."""
+        """Raise RuntimeError unless `_switch` can be called now; engines that can switch override it."""
         raise RuntimeError(
             f"{type(self).__name__} cannot turn quantization off and on during training; full_precision and "
             "time_steps need FSDP2. Compare a run with sdp4bit to one without it"
@@ -368,7 +292,12 @@ class CommHandle(ABC):
 
     def _switch(self) -> None:
         """Turn quantization off or on again; sends nothing."""
-        self._check_switch()
+        if self._is_quantized:
+            self._uninstall_groups()
+        else:
+            self._install_groups()
+        self._is_quantized = not self._is_quantized
+        self.resync()  # plain steps have changed the main weights
 
     def alerts(self) -> list[Alert]:
         """Return the last thousand alerts, oldest first.
@@ -403,21 +332,17 @@ class CommHandle(ABC):
     @torch.no_grad()
     @torch.inference_mode(False)
     def _audit(self, config: AuditConfig) -> bool:
-        groups = self._state.groups
-        copies = [copy for comm in groups for copy in comm.copies()]
-        names = audit_replicas(copies, config)
-        wrong = [comm for comm in groups if comm.group.name in names]
+        names = audit_replicas(self._audited(), config)
+        wrong = [comm for comm in self._state.groups if comm.group.name in names]
         return not self._refresh_mismatched(wrong, config=config)
 
-    def _audit_if_due(self, step: int) -> None:
-        config = self.config.audit
-        if config is not None and step % config.interval == 0:
-            self._audit(config)
+    def _audited(self) -> list[ReplicaCopy]:
+        """Return this rank's copies of weights that other ranks hold too."""
+        copies = map(replica_copy, self._state.groups)
+        return [copy for copy in copies if copy is not None]
 
     @abstractmethod
-    def _refresh_mismatched(
-        self, wrong: Sequence[GroupState], *, config: AuditConfig
-    ) -> Sequence[GroupState]:
+    def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         """Request a full-precision refresh of these groups; return also the groups other ranks found."""
 
     def _check_attached(self) -> None:
@@ -429,9 +354,9 @@ class CommHandle(ABC):
 
     def _end(self) -> None:
         """Drop all references to the model; keep the last statistics."""
-        if not self._removed:
-            self._last_stats = self.stats(), self.group_stats()
+        self._last_stats = self.stats(), self.group_stats()
         if self._alerts is not None:
             self._alerts.detach()
         self._state.detach()
         self._removed = True
+        vars(self).pop("_engine", None)  # not set if attaching has failed

@@ -14,10 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.topology import NodeLayout
-from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
+from sdp4bit.collectives.group import Group
+from sdp4bit.config import AlertConfig
 from sdp4bit.observe.measures import MEASURES, Telemetry
-from sdp4bit.traffic import TrafficCounter
 
 logger = logging.getLogger("sdp4bit")
 _KEPT = 1000
@@ -46,33 +45,14 @@ class Alert:
 AlertCallback = Callable[[Alert], None]
 
 
-Thresholds = tuple[float | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watched:
-    """A parameter group whose measures are compared with thresholds."""
-
-    name: str
-    row: int
-    """Row of the group in the table of measures."""
-    ranks: tuple[int, ...]
-    process_group: ProcessGroup | None
-    """The ranks that it is sharded over; None for a single process."""
-    device: torch.device
-    traffic: TrafficCounter
-    """Counts the bytes of the comparison."""
-    thresholds: Thresholds
-    """One per measure, None for no alert; see :func:`thresholds_of`."""
-
-
 class Alerts:
     """Compares the measures of parameter groups with their thresholds after every measured step."""
 
     def __init__(
         self,
-        groups: Sequence[Watched],
+        groups: Sequence[Group],
         *,
+        config: AlertConfig,
         telemetry: Telemetry,
         where: str = "",
     ) -> None:
@@ -82,14 +62,15 @@ class Alerts:
             where: name of the part of the model with these groups, for the log; empty for all of it.
         """
         self._groups = list(groups)
+        self._thresholds = [_thresholds_of(group, config) for group in groups]
         self._telemetry = telemetry
         self._where = f"{where}, " if where else ""
         self._above: set[tuple[int, int]] = set()  # groups and measures that are above their thresholds
         # All ranks use the process groups in the same order, to prevent a deadlock.
         self._members: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
-        for at, group in sorted(enumerate(groups), key=lambda each: each[1].ranks):
-            if group.process_group is not None:
-                self._members.setdefault(group.ranks, (group.process_group, []))[1].append(at)
+        for at, rows in sorted(enumerate(g.group for g in groups), key=lambda each: each[1].ranks):
+            if rows.process_group is not None:
+                self._members.setdefault(rows.ranks, (rows.process_group, []))[1].append(at)
         self._alerts: deque[Alert] = deque(maxlen=_KEPT)
         self._callbacks: OrderedDict[int, AlertCallback] = OrderedDict()
 
@@ -109,8 +90,8 @@ class Alerts:
         if not self._telemetry.is_due(step):
             return
         for at, values in enumerate(self._largest_of_ranks()):
-            group = self._groups[at]
-            for column, (value, limit) in enumerate(zip(values, group.thresholds, strict=True)):
+            rows = self._groups[at].group
+            for column, (value, limit) in enumerate(zip(values, self._thresholds[at], strict=True)):
                 if limit is None:
                     continue
                 if value > limit and (at, column) not in self._above:
@@ -118,28 +99,28 @@ class Alerts:
                     self._report(
                         Alert(
                             step=step,
-                            group=group.name,
+                            group=rows.name,
                             measure=MEASURES[column],
                             value=value,
                             threshold=limit,
                         ),
                         # A single process, as with simulated ranks, always logs.
-                        log=group.process_group is None or dist.get_rank() == min(group.ranks),
+                        log=rows.process_group is None or dist.get_rank() == min(rows.ranks),
                     )
                 elif 0 <= value <= limit * _RELEASE_RATIO:
                     self._above.discard((at, column))
 
     def _largest_of_ranks(self) -> list[list[float]]:
         """Return each group's measures, maximized over its ranks; -1 if not applicable."""
-        table = self._telemetry.measures()[[group.row for group in self._groups]]
+        table = self._telemetry.measures()[[group.index for group in self._groups]]
         table = table.nan_to_num(nan=-1.0, posinf=math.inf)  # a maximum must not be NaN
         for process_group, members in self._members.values():
             first = self._groups[members[0]]
-            part = table[members].to(first.device, torch.float32)
+            part = table[members].to(first.group.device, torch.float32)
             with comm_error_context("all-reduce of the measures for alerts", group=process_group):
                 dist.all_reduce(part, op=dist.ReduceOp.MAX, group=process_group)
             # The bytes of a ring all-reduce.
-            first.traffic.count_ring(round(2 * part.nbytes / process_group.size()))
+            first.gradient_traffic.count_ring(round(2 * part.nbytes / process_group.size()))
             table[members] = part.to(table)
         rows: list[list[float]] = table.tolist()
         return rows
@@ -156,20 +137,10 @@ class Alerts:
         self._groups, self._members = [], {}
 
 
-def thresholds_of(
-    config: AlertConfig,
-    *,
-    gradients: GradientConfig | None,
-    layouts: Sequence[NodeLayout],
-    weights: WeightConfig | None,
-) -> Thresholds:
-    """Return the thresholds of a group, with "auto" resolved for the fewest bits of its hops.
-
-    Args:
-        gradients, weights: None for full precision.
-        layouts: the nodes of each quantized collective of its gradients.
-    """
+def _thresholds_of(group: Group, config: AlertConfig) -> tuple[float | None, ...]:
+    """Return a threshold per measure, or None; "auto" is resolved for the fewest bits of the hops."""
     hops: list[float | None] = []
+    gradients, layouts, weights = group.gradient_config, group.gradient_layouts, group.weight_config
     if gradients is not None:
         hops += [gradients.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []
         hops += [gradients.inter_bits] if any(layout.nodes > 1 for layout in layouts) else []

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.errors import ranks_in_words
 from sdp4bit.collectives.exchange import all_gather_dense
+from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AuditConfig
 from sdp4bit.quantization.checksum import checksum
@@ -40,6 +41,24 @@ class ReplicaCopy:
         if self.is_full:
             return [ranks]
         return [ranks[local :: self.layout.ranks_per_node] for local in range(self.layout.ranks_per_node)]
+
+
+def replica_copy(group: Group) -> ReplicaCopy | None:
+    """Return this rank's copy of a group's weights, after a refresh in flight; None if it holds none."""
+    process_group = group.group.process_group
+    if group.replica is None or process_group is None:  # a single process has a single copy
+        return None
+    group.replica.wait()
+    if group.replica.rows is None:
+        return None
+    return ReplicaCopy(
+        name=group.group.name,
+        rows=group.replica.rows,
+        layout=group.layout,
+        process_group=process_group,
+        is_full=group.replica.is_full,
+        traffic=group.weight_traffic,
+    )
 
 
 @torch.no_grad()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.pieces import is_long_enough
 from sdp4bit.collectives.pipeline import pipeline_chunks
+from sdp4bit.collectives.sections import FINE_BITS
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Traffic
@@ -32,6 +34,50 @@ class Row:
     weights: str
     gradients: str
     sent: Traffic
+
+
+def row_of(group: Group, sent: Traffic) -> Row:
+    """Return a group's line, with the bytes that this rank sent."""
+    ranks, remarks = describe_ranks(group.layout), group.remarks()
+    if group.replica_layout is not None:
+        ranks += f", replicas {describe_ranks(group.replica_layout)}"
+    return Row(
+        name=group.group.name,
+        shard_numel=group.group.shard_numel,
+        ranks=ranks,
+        weights=_weights_of(group, remarks),
+        gradients=remarks.gradients or _gradients_of(group, remarks),
+        sent=sent,
+    )
+
+
+def _weights_of(group: Group, remarks: Remarks) -> str:
+    replica = group.replica
+    if replica is None:
+        return group.weights_unquantized_reason
+    text = describe_weights(replica.config, where=remarks.place or f"{replica.config.replica} replica")
+    text += _fine(group, [replica.bits])
+    text += f", full refreshes: {group.full_refreshes}" if group.full_refreshes else ""
+    return ", ".join([text, *remarks.weights])
+
+
+def _gradients_of(group: Group, remarks: Remarks) -> str:
+    numel, text = group.group.shard_numel, group.gradients_unquantized_reason
+    if group.reduction is not None:
+        config = group.reduction.config
+        shown = replace(config, pipeline_chunks=1) if remarks.staged else config
+        text = describe_gradients(shown, group.layout, numel)
+        if numel >= config.min_numel:
+            text += _fine(group, [config.intra_bits, config.inter_bits])
+        text += f", {remarks.staged}" if remarks.staged else ""
+    if group.all_reduce is not None and group.replica_layout is not None:
+        text += f", {describe_all_reduce(group.all_reduce.config, group.replica_layout, numel)}"
+    return text
+
+
+def _fine(group: Group, bits: Sequence[float | None]) -> str:
+    has_fewer = any(each is not None and each < FINE_BITS for each in bits)
+    return f", 1-D in {FINE_BITS} bits" if group.separate_parameters and has_fewer else ""
 
 
 def one_node_reason(part: WeightConfig | GradientConfig | None, *, nodes: int) -> str:

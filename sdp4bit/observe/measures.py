@@ -12,13 +12,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.all_reduce import QuantizedAllReduce
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.group import GradientQuantizer, Group
 from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import TelemetryConfig
-
-GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce  # a collective that quantizes gradients
 
 _PIECES = 8
 
@@ -81,6 +78,70 @@ def pieces_of(values: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
         lengths += (start - at, end - start)
         at = end
     return list(values.split([*lengths, values.shape[0] - at])[1::2])
+
+
+def sample_gradient(group: Group, gradient: Tensor, *, sample_numel: int | None) -> Tensor | None:
+    """Keep a sample of a gradient that is about to be reduced, and count its non-finite groups.
+
+    Args:
+        gradient: [n], this rank's input to the reduction.
+        sample_numel: size of the sample; None in steps that are not measured.
+
+    Returns:
+        The counter of non-finite quantization groups for the reduction; None if steps are not measured.
+    """
+    quantizers = group.gradient_quantizers
+    if not quantizers or not gradient.numel():
+        return None
+    if sample_numel is not None:
+        unit = math.lcm(*(quantizer.group_unit for quantizer in quantizers))
+        ranges = sample_ranges(gradient.numel(), sample_numel=sample_numel, unit=unit)
+        group.gradient_sample = sample_of(gradient, ranges)
+    elif not group.counts_nonfinite:
+        return None
+    # Counted in every step, so that no NaN between two samples is missed, and read with the next sample.
+    if group.nonfinite_groups is None:
+        group.nonfinite_groups = torch.zeros((), dtype=torch.float64, device=gradient.device)
+    return group.nonfinite_groups
+
+
+def group_squares(group: Group, *, sample_numel: int | None) -> Tensor:
+    """Return the current squared norms of a group, fp64 [SQUARES]; sends nothing.
+
+    Args:
+        sample_numel: size of the weight sample, taken at the end of a step. None measures the entire shard.
+    """
+    numel, replica = group.group.shard_numel, group.replica
+    unknown = torch.full((), math.nan, dtype=torch.float64, device=group.group.device)
+    gradient, weights, nonfinite = [unknown] * 2, [unknown] * 4, unknown
+    if group.gradient_quantizers and group.gradient_sample is not None:
+        gradient = gradient_squares(group.gradient_sample, quantizers=group.gradient_quantizers, numel=numel)
+    if group.nonfinite_groups is not None:
+        nonfinite = group.nonfinite_groups
+    if replica is not None:
+        ranges: list[Range] = [(0, numel)]
+        if sample_numel is not None:
+            ranges = sample_ranges(numel, sample_numel=sample_numel, unit=replica.config.group_size)
+        sample = group.sample_weights(ranges, may_wait=sample_numel is None)
+        if sample is not None:
+            weights = weight_squares(
+                *sample,
+                replica=replica,
+                exact=group.refresh_is_full or replica.bits is None,
+                refreshed=sample_numel is not None or group.awaits_refresh(),
+                numel=numel,
+            )
+    return torch.stack([*gradient, *weights, nonfinite])
+
+
+def pending_squares(group: Group) -> Tensor:
+    """Return |main - replica|^2 and |main|^2 of a group's change not sent yet, fp64 [2]; sends nothing."""
+    numel = group.group.shard_numel
+    sample = None if group.replica is None else group.sample_weights([(0, numel)], may_wait=True)
+    if sample is None or not sample[0].numel():
+        return torch.full((2,), math.nan, dtype=torch.float64, device=group.group.device)
+    main, held = sample
+    return torch.stack(squared_norms(held.float() if group.awaits_refresh() else main, main, numel=numel))
 
 
 def squared_norms(received: Tensor, exact: Tensor, *, numel: int) -> list[Tensor]:

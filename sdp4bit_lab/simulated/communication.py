@@ -6,21 +6,22 @@ and how many bytes would be sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, whole_row
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AuditConfig, SDP4BitConfig
-from sdp4bit.engines.group import GroupState, change_squares, is_large_change
-from sdp4bit.engines.handle import CommHandle, ModelState, StateDict
-from sdp4bit.observe.alerts import Alerts
+from sdp4bit.engines.edits import change_squares, is_large_change
+from sdp4bit.engines.handle import CommHandle, StateDict
+from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import one_node_reason
-from sdp4bit.observe.measures import sample_of
-from sdp4bit.traffic import Traffic
+from sdp4bit.observe.measures import sample_gradient, sample_of
+from sdp4bit.observe.stats import ModelState
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica
 from sdp4bit_lab.simulated.rows import RowLayout
 
@@ -29,6 +30,8 @@ FORMAT_VERSION = 1
 
 class SimulatedGroup:
     """Parameters that the simulated ranks gather and reduce together."""
+
+    process_group = value_ranges = None
 
     def __init__(self, name: str, rows: RowLayout, *, main: Mapping[str, Tensor]) -> None:
         self.name = name
@@ -55,7 +58,7 @@ class SimulatedGroup:
         return sample_of(self.rows.row(self._main, rank=0), ranges).float()
 
 
-class SimulatedGroupState(GroupState):
+class SimulatedGroupState(Group):
     """Communication state of one parameter group; counters are per rank."""
 
     group: SimulatedGroup
@@ -78,8 +81,6 @@ class SimulatedGroupState(GroupState):
         self.stays_gathered = stays_gathered
         """Whether the weights are kept from forward to backward."""
         self.is_gathered = False
-        self.is_changed = False
-        """Whether the main weights have changed since the last refresh."""
         self.weight_sections: tuple[Section, ...] = ()
         self.gradient_sections: tuple[Section, ...] = ()
         self.was_loaded = False
@@ -108,6 +109,22 @@ class SimulatedModelState(ModelState):
     """State of the simulated model."""
 
     groups: Sequence[SimulatedGroupState]
+
+
+class SimulatedRanks:
+    """Simulated ranks as an engine; their training loop calls the handle itself."""
+
+    def __init__(self, state: SimulatedModelState) -> None:
+        self._state = state
+
+    def groups(self) -> Sequence[Group]:
+        return self._state.groups
+
+    def install(self, group: Group) -> Undo:
+        return lambda: None
+
+    def on_step(self, call: Callable[[int], None]) -> Undo:
+        return self._state.on_step(call)
 
 
 class SimulatedCommHandle(CommHandle):
@@ -160,9 +177,10 @@ class SimulatedCommHandle(CommHandle):
             self._choose(comm, config)
             comms.append(comm)
         super().__init__(SimulatedModelState(comms, telemetry=config.telemetry), config=config)
-        if config.alerts is not None:
-            watched = [comm.watched(config.alerts, process_group=None) for comm in comms]
-            self._watch(Alerts(watched, telemetry=self._state.telemetry))
+        self._state.reporting_ranks = layout.size
+        with self._attaching() as undo:
+            undo.callback(self._free)
+            self._install(SimulatedRanks(self._state), undo=undo, watched=comms)
 
     def _choose(self, comm: SimulatedGroupState, config: SDP4BitConfig) -> None:
         """Set up a group's quantized communication, or the reason for its absence."""
@@ -198,10 +216,7 @@ class SimulatedCommHandle(CommHandle):
         """Update the compute weights; call before every forward of rank 0."""
         state = self._state
         if state.step_pending:
-            state.step_pending = False
-            state.steps += 1
-            state.end_traffic()
-            state.measure_step()
+            state.end_step()
         for comm in state.groups:
             if not comm.is_gathered:
                 self._refresh(comm)
@@ -295,7 +310,7 @@ class SimulatedCommHandle(CommHandle):
                 comm.group.rows.write_rows(gradients, rows)
                 nonfinite = None
                 if rank == 0:
-                    nonfinite = comm.sample_gradient(rows.view(-1), sample_numel=state.gradient_sample_numel)
+                    nonfinite = sample_gradient(comm, rows.view(-1), sample_numel=state.gradient_sample_numel)
                 comm.reductions_of_all.add(
                     rows, call=comm.reductions, nonfinite=nonfinite, sections=comm.gradient_sections
                 )
@@ -339,12 +354,7 @@ class SimulatedCommHandle(CommHandle):
 
     # -- the handle ------------------------------------------------------------------------------------
 
-    def _reported(self, traffic: Traffic) -> dict[str, int]:
-        return {name: count * self.layout.size for name, count in traffic.as_dict().items()}
-
-    def _refresh_mismatched(
-        self, wrong: Sequence[GroupState], *, config: AuditConfig
-    ) -> Sequence[GroupState]:
+    def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         return wrong
 
     def state_dict(self) -> StateDict:
@@ -384,8 +394,6 @@ class SimulatedCommHandle(CommHandle):
                 for segment in comm.group.rows.segments:
                     self._held[segment.name].copy_(state_dict["replica"][segment.name])
 
-    def remove(self) -> None:
-        """Free the memory of messages and gradients."""
+    def _free(self) -> None:
         self._scratch = Scratch()
         self._reduced.clear()
-        self._end()

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from sdp4bit import SDP4BitConfig, WeightConfig
-from sdp4bit.engines import time_steps as module
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook
+from sdp4bit.observe import timing as module
 from sdp4bit.observe.timing import StepTimes, time_steps
 from tests.ranks import on_ranks, run_ranks
 from tests.toy import IDENTITY, LOSSLESS, QUANTIZED, Run, build, loss_of

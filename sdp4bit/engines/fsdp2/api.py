@@ -6,8 +6,8 @@ Parameters, gradients, optimizer states and state dicts are unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
-from sdp4bit.collectives.all_reduce import QuantizedAllReduce
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.topology import TopologySpec, create_host_groups, create_topologies, destroy_topology
+from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import Layouts, ShardedRows, agree
+from sdp4bit.engines.attach import build, host_groups
 from sdp4bit.engines.fsdp2.checks import (
     PARTIAL_GRADIENTS,
     check_group,
@@ -46,10 +46,9 @@ from sdp4bit.engines.fsdp2.view import (
     named_fsdp_modules,
     reduce_over_copies,
 )
-from sdp4bit.engines.group import GroupState
 from sdp4bit.engines.handle import CommHandle, StateDict
-from sdp4bit.observe.alerts import Alerts
-from sdp4bit.observe.explain import ONE_RANK
+from sdp4bit.engines.protocol import Undo
+from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.quantization.checksum import prepare_checksums
 from sdp4bit.quantization.random import check_numbers
 
@@ -151,6 +150,68 @@ def quantize_communication(
     return FSDPCommHandle(roots, groups=groups, layouts=layouts, config=settings, skipped=skipped, note=note)
 
 
+class FSDP2:
+    """FSDP2 as an engine, for the roots of one model."""
+
+    def __init__(self, roots: Sequence[nn.Module], state: FSDPModelState) -> None:
+        self._roots = roots
+        self._state = state
+
+    def groups(self) -> Sequence[Group]:
+        return self._state.groups
+
+    def install(self, group: Group) -> Undo:
+        """Replace the objects through which FSDP2 communicates for a group."""
+        comm = group
+        assert isinstance(comm, FSDPGroupState)
+        stock = comm.group.comms
+        # A quantizer needs sums, because Python cannot read the factor of PREMUL_SUM. Without a quantizer the
+        # operation stays, for identical results.
+        previous = comm.group.install(
+            CommObjects(
+                all_gather=AllGatherHook(comm, self._state, stock=stock.all_gather),
+                reduce_scatter=ReduceScatterHook(comm, self._state, stock=stock.reduce_scatter),
+                force_sum=stock.force_sum or bool(comm.gradient_quantizers),
+                replicas=stock.replicas
+                if stock.replicas is None or comm.replica_layout is None
+                else cast(ProcessGroup, ReplicaGroup(comm, self._state, stock=stock.replicas)),
+            )
+        )
+        return partial(_restore, comm, previous)
+
+    def on_step(self, call: Callable[[int], None]) -> Undo:
+        with ExitStack() as undo:
+            undo.callback(self._state.on_step(call))
+            for hook in self._hooks():
+                undo.callback(hook.remove)
+            return undo.pop_all().close
+
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        """Watch optimizers, loads and forwards, which together show the boundary of a step."""
+        state = self._state
+        if state.groups:
+            yield state.steps_seen.watch_optimizers()
+        for comm in state.groups:
+            yield from map(state.aliases.watch, comm.group.segments)
+        for root in self._roots:
+            fsdp_modules = [module for _, module in named_fsdp_modules(root)]
+            # On FSDP modules too, because a user may load only a part of the model.
+            for module in {root, *fsdp_modules}:
+                yield module.register_load_state_dict_post_hook(state.note_load)
+            for module in fsdp_modules:
+                # Before FSDP2's own hook, which gathers.
+                yield module.register_forward_pre_hook(state.note_forward, prepend=True)
+
+
+def _restore(comm: FSDPGroupState, previous: CommObjects) -> None:
+    try:
+        # A failed forward may have left transfers that read and write the replica.
+        if comm.replica is not None:
+            comm.replica.wait()
+    finally:
+        comm.group.install(previous)
+
+
 class FSDPCommHandle(CommHandle):
     """Quantized communication of an FSDP2 model; a Stateful for torch.distributed.checkpoint."""
 
@@ -176,22 +237,6 @@ class FSDPCommHandle(CommHandle):
             )
             for index, group in enumerate(groups)
         ]
-        super().__init__(FSDPModelState(comms, telemetry=config.telemetry), config=config, note=note)
-        # Separate process groups, because one communicator would serialize the gather of a group and the
-        # reduction of another, which FSDP2 overlaps.
-        ordered = list(layouts.shards.values())
-        replicas = list(layouts.replicas.values())
-        weight_topologies = create_topologies(ordered, purpose="weights") if config.weights else {}
-        gradient_topologies = create_topologies(ordered, purpose="gradients") if config.gradients else {}
-        replica_topologies = create_topologies(replicas, purpose="replicas") if config.gradients else {}
-        topologies = weight_topologies, gradient_topologies, replica_topologies
-        self._topologies = [topology for each in topologies for topology in each.values()]
-        # NCCL takes no CPU tensors, and a decision on the device would wait for computation.
-        if "cpu:" not in dist.get_backend_config():
-            self._state.decision_groups = create_host_groups(ordered, purpose="decisions")
-        # Message buffers, shared by all groups. FSDP2 gathers and reduces on different streams, so each
-        # stream has its own buffers and needs no synchronization to reuse them.
-        weight_scratch, gradient_scratch = Scratch(), Scratch()
         for comm in comms:
             comm.weights_unquantized_reason, comm.gradients_unquantized_reason = unquantized_reasons(
                 comm.group, layouts, config=config, skipped=skipped
@@ -199,79 +244,24 @@ class FSDPCommHandle(CommHandle):
             comm.separate_parameters = config.separate_parameters
             prepare_checksums(comm.group.device)
             if config.weights is not None and not comm.weights_unquantized_reason:
-                comm.replica = WeightReplica(
-                    weight_topologies[comm.group.ranks],
-                    config=config.weights,
-                    traffic=comm.weight_traffic,
-                    scratch=weight_scratch,
-                    sections=comm.group.weight_sections(
-                        unit=config.weights.group_size, separate=config.separate_parameters
-                    ),
-                    values=comm.group.value_ranges,
-                    name=comm.group.name,
+                sections = comm.group.weight_sections(
+                    unit=config.weights.group_size, separate=config.separate_parameters
                 )
-            if config.gradients is not None and not comm.gradients_unquantized_reason:
-                comm.reduction = QuantizedReduceScatter(
-                    gradient_topologies[comm.group.ranks],
-                    config=config.gradients,
-                    seed=config.seed,
-                    rank=comm.group.data_rank,
-                    bucket=comm.index,
-                    traffic=comm.gradient_traffic,
-                    scratch=gradient_scratch,
-                    name=comm.group.name,
-                )
-            if (
-                config.gradients is not None
-                and comm.replica_layout is not None
-                and comm.gradients_unquantized_reason in ("", ONE_RANK)
-            ):
-                comm.all_reduce = QuantizedAllReduce(
-                    replica_topologies[comm.group.replica_ranks],
-                    config=config.gradients,
-                    seed=config.seed,
-                    ranks=comm.group.data_ranks_of_replicas,
-                    bucket=len(comms) + comm.index,
-                    traffic=comm.all_reduce_traffic,
-                    scratch=gradient_scratch,
-                    name=comm.group.name,
-                )
-        if config.alerts is not None:
-            watched = [comm.watched(config.alerts, process_group=comm.group.process_group) for comm in comms]
-            self._watch(Alerts(watched, telemetry=self._state.telemetry))
-        self._previous = [self._install(comm) for comm in comms]
-        for comm in comms:
-            comm.group.is_attached = True
-        self._hooks = [self._state.steps_seen.watch_optimizers()] if groups else []
-        self._hooks += [self._state.aliases.watch(segment) for g in groups for segment in g.segments]
-        for root in roots:
-            fsdp_modules = [module for _, module in named_fsdp_modules(root)]
-            # On FSDP modules too, because a user may load only a part of the model.
-            self._hooks += [
-                module.register_load_state_dict_post_hook(self._state.note_load)
-                for module in {root, *fsdp_modules}
-            ]
-            # Before FSDP2's own hook, which gathers.
-            self._hooks += [
-                module.register_forward_pre_hook(self._state.note_forward, prepend=True)
-                for module in fsdp_modules
-            ]
+                comm.make_replica = partial(WeightReplica, sections=sections, values=comm.group.value_ranges)
+        state = FSDPModelState(comms, telemetry=config.telemetry)
+        super().__init__(state, config=config, note=note)
+        with self._attaching() as undo:
+            build(comms, layouts=layouts, config=config, undo=undo)
+            shards = list(layouts.shards.values())
+            state.decision_groups = host_groups(shards, purpose="decisions", undo=undo)
+            undo.callback(setattr, state, "decision_groups", {})
+            # Without sdp4bit, FSDP2 gathers the main weights again.
+            undo.callback(state.reshard, comms)
+            for comm in comms:
+                undo.callback(setattr, comm.group, "is_attached", False)
+                comm.group.is_attached = True
+            self._install(FSDP2(roots, state), undo=undo, watched=comms)
         self._log_attached()
-
-    def _install(self, comm: FSDPGroupState) -> CommObjects:
-        stock = comm.group.comms
-        # A quantizer needs sums, because Python cannot read the factor of PREMUL_SUM. Without a quantizer the
-        # operation stays, for identical results.
-        return comm.group.install(
-            CommObjects(
-                all_gather=AllGatherHook(comm, self._state, stock=stock.all_gather),
-                reduce_scatter=ReduceScatterHook(comm, self._state, stock=stock.reduce_scatter),
-                force_sum=stock.force_sum or bool(comm.gradient_quantizers),
-                replicas=stock.replicas
-                if stock.replicas is None or comm.replica_layout is None
-                else cast(ProcessGroup, ReplicaGroup(comm, self._state, stock=stock.replicas)),
-            )
-        )
 
     def mark_step(self) -> None:
         """Report a step of an optimizer that is not a `torch.optim.Optimizer`.
@@ -304,18 +294,11 @@ class FSDPCommHandle(CommHandle):
             if comm.group.has_partial_gradients:
                 raise RuntimeError(f"{comm.group.name} {PARTIAL_GRADIENTS}")
 
-    def _switch(self) -> None:
-        for index, comm in enumerate(self._state.groups):
-            if comm.replica is not None:
-                comm.replica.wait()
-            self._previous[index] = comm.group.install(self._previous[index])
-        self._is_quantized = not self._is_quantized
-        # Plain steps have changed the main weights; resync also frees parameters that stayed unsharded.
-        self.resync()
+    def _audited(self) -> list[ReplicaCopy]:
+        mains = [comm.main_copy() for comm in self._state.groups]
+        return [*super()._audited(), *(copy for copy in mains if copy is not None)]
 
-    def _refresh_mismatched(
-        self, wrong: Sequence[GroupState], *, config: AuditConfig
-    ) -> Sequence[GroupState]:
+    def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         state = self._state
         # Tensor-parallel ranks must refresh their copies of a parameter identically.
         if config.on_mismatch == "resync" and state.groups:
@@ -345,39 +328,3 @@ class FSDPCommHandle(CommHandle):
         self._check_attached()
         if self._state.groups:
             load_state(self._state, state_dict)
-
-    def remove(self) -> None:
-        """Restore FSDP2's own communication; remove all hooks and process groups. Call it on all ranks.
-
-        Call it between two steps. Unsharded parameters are freed, so that the next forward gathers the main
-        weights. It also works after `destroy_process_group`.
-
-        Raises:
-            RuntimeError: FSDP2 holds gradients of HSDP that it has not all-reduced; nothing is changed.
-        """
-        self._check_left()
-        for hook in self._hooks:
-            hook.remove()
-        try:
-            # A failed forward may have left transfers that read and write the replica.
-            for comm in self._state.groups:
-                if comm.replica is not None:
-                    comm.replica.wait()
-        finally:
-            self._remove()
-
-    def _remove(self) -> None:
-        if self._is_quantized:
-            for comm, previous in zip(self._state.groups, self._previous, strict=True):
-                comm.group.install(previous)
-        for comm in self._state.groups:
-            comm.group.is_attached = False
-        self._state.reshard(self._state.groups)
-        for topology in self._topologies:
-            destroy_topology(topology)
-        for group in self._state.decision_groups.values():
-            with suppress(ValueError):  # already destroyed by dist.destroy_process_group()
-                dist.destroy_process_group(group)
-        self._state.decision_groups = {}
-        self._hooks, self._previous, self._topologies = [], [], []
-        self._end()

@@ -22,12 +22,13 @@ from torch.utils.hooks import RemovableHandle
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import TelemetryConfig
+from sdp4bit.engines.edits import SMALL_EDIT, is_large_change
 from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT, Event, Flags
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import ParamSegment, reduce_over_copies, tensor_version
-from sdp4bit.engines.group import SMALL_EDIT, is_large_change
-from sdp4bit.engines.handle import ModelState, logger
+from sdp4bit.engines.handle import logger
+from sdp4bit.observe.stats import ModelState
 
 FULL_REFRESHES_IN_A_ROW = 3  # consecutive ones that cause a warning
 
@@ -277,14 +278,12 @@ class FSDPModelState(ModelState):
         # The first reduction after an optimizer step ends that step. The ranks need not agree: each of them
         # holds all parameters, so its optimizers see every step.
         if self.step_pending:
-            self._end_step()
-            self.measure_step()
+            self.end_step()
         self.steps_seen.is_reduced = self._is_reduced = True
 
-    def _end_step(self) -> None:
-        self.step_pending = self._is_reduced = False
-        self.steps += 1
-        self.end_traffic()
+    def end_step(self) -> None:
+        self._is_reduced = False
+        super().end_step()
 
     def forget_events(self) -> None:
         """Forget the step that this rank has seen; a loaded state replaces it."""
@@ -365,8 +364,7 @@ class FSDPModelState(ModelState):
             self._decide(flags)
         # 3. The step ends with the first forward after its optimizer step.
         if changed and reduced:
-            self._end_step()
-            self.measure_step()
+            self.end_step()
 
     def _decide(self, flags: Mapping[FSDPGroupState, Flags]) -> None:
         """Let the events of all ranks change the states of groups with a replica."""

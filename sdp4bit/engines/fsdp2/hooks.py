@@ -17,14 +17,14 @@ from torch.profiler import record_function
 
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
+from sdp4bit.collectives.group import GradientQuantizer, reduction_multiplier
 from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.freshness import NOTHING_DUE, Due, Event
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.torch_internals import Comm
-from sdp4bit.engines.group import reduction_multiplier
-from sdp4bit.observe.measures import GradientQuantizer
+from sdp4bit.observe.measures import sample_gradient
 
 
 class _Hook:
@@ -217,7 +217,7 @@ class ReduceScatterHook(_Hook):
                 reduce_scatter_dense(output_tensor, input_tensor, group, op, reduce=self._stock, what=what)
                 return
             multiplier = reduction_multiplier(op, group, name=comm.group.name, engine="FSDP2")
-            nonfinite = comm.sample_gradient(input_tensor, sample_numel=state.gradient_sample_numel)
+            nonfinite = sample_gradient(comm, input_tensor, sample_numel=state.gradient_sample_numel)
             reduction(
                 output_tensor,
                 input_tensor,
@@ -279,7 +279,7 @@ class ReplicaGroup(_Hook):
             )
             nonfinite = None
             if comm.reduction is None:  # otherwise the reduce-scatter has sampled this gradient
-                nonfinite = comm.sample_gradient(values, sample_numel=state.gradient_sample_numel)
+                nonfinite = sample_gradient(comm, values, sample_numel=state.gradient_sample_numel)
             all_reduce(
                 values, call=comm.all_reduces, multiplier=multiplier, nonfinite=nonfinite, sections=sections
             )

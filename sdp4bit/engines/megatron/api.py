@@ -95,10 +95,10 @@ def quantize_communication(
         settings={"config": settings, "model_chunks": "attached already" if existing else "not attached yet"},
         topology=topology,
         failure=failure,
-    ).shards
+    )
     if existing is not None:
         return existing
-    _warn(chunks, buckets, layouts)
+    _warn(chunks, buckets, layouts.shards)
     return MegatronCommHandle(
         chunks, optimizers=optimizers, buckets=buckets, layouts=layouts, config=settings, topology=topology
     )

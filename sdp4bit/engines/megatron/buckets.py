@@ -40,6 +40,8 @@ class Piece:
 class MegatronBucket:
     """One bucket of parameters and gradients that are gathered and reduced together."""
 
+    value_ranges = None
+
     def __init__(
         self, *, name: str, buffer: Buffer, bucket: Bucket, group: BucketGroup, is_expert: bool
     ) -> None:

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdp4bit.collectives.group import Group, Remarks, reduction_multiplier
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import TelemetryConfig, WeightConfig
-from sdp4bit.engines.group import GroupState, reduction_multiplier
-from sdp4bit.engines.handle import ModelState
 from sdp4bit.engines.megatron.buckets import MegatronBucket
-from sdp4bit.observe.audit import ReplicaCopy
-from sdp4bit.observe.explain import describe_gradients
-from sdp4bit.observe.measures import sample_of
+from sdp4bit.observe.measures import sample_gradient, sample_of
+from sdp4bit.observe.stats import ModelState
 from sdp4bit.traffic import TrafficCounter
 
 
@@ -33,20 +31,21 @@ class BucketReplica(WeightReplica):
 
     def __init__(
         self,
-        bucket: MegatronBucket,
         topology: Topology,
         *,
-        config: WeightConfig,
-        scratch: Scratch,
+        bucket: MegatronBucket,
         exact_ranges: Sequence[Sequence[Range]],
+        config: WeightConfig,
         traffic: TrafficCounter,
+        scratch: Scratch,
+        name: str,
     ) -> None:
         """Create a replica; sends nothing.
 
         Args:
             exact_ranges: for every rank the ranges of its row to send in full precision.
         """
-        config, name = replace(config, replica="full"), bucket.name
+        config = replace(config, replica="full")
         super().__init__(topology, config=config, traffic=traffic, scratch=scratch, name=name)
         self._group = bucket
         self._exact = WeightReplica(
@@ -92,14 +91,14 @@ class BucketReplica(WeightReplica):
 
     def equalize(self) -> None:
         """Set every shard on all ranks to its owner's values."""
-        self._attach_rows()
+        self.attach_rows()
         self.start_full_refresh(self.own_shard.clone())
         self.wait()
 
     def refresh(self) -> None:
         row = self.main_shard()
         self._traffic.count_plain(self.own_shard.nbytes)
-        self._attach_rows()
+        self.attach_rows()
         exact = self._take_out_exact(row) if self.exact_numel else None
         self.start_quantized_refresh(row)
         self.wait()
@@ -108,7 +107,7 @@ class BucketReplica(WeightReplica):
 
     def refresh_fully(self) -> None:
         """Set the replica to the main weights of all ranks, rounded to the model's dtype."""
-        self._attach_rows()
+        self.attach_rows()
         self.start_full_refresh(self.main_shard().to(self.own_shard.dtype))
         self.wait()
 
@@ -130,8 +129,8 @@ class BucketReplica(WeightReplica):
             for (start, end), at in _packed(self._exact_ranges[rank]):
                 self._group.weights[first + start : first + end].copy_(values[at : at + end - start])
 
-    def _attach_rows(self) -> None:
-        # For every refresh, because Megatron may move its buffers.
+    def attach_rows(self) -> None:
+        """Look at the parameter buffer again, for every use, because Megatron may move it."""
         shape = (self._topology.nodes, self._topology.ranks_per_node, self._group.shard_numel)
         self.rows = self._group.weights.view(shape)
 
@@ -145,50 +144,27 @@ def _packed(ranges: Sequence[Range]) -> list[tuple[Range, int]]:
     return result
 
 
-class BucketState(GroupState):
+class BucketState(Group):
     """Communication of one bucket."""
 
     group: MegatronBucket
     replica: BucketReplica | None
 
-    is_changed = False  # the main weights have changed since the last refresh
     is_staged = False  # the second half of a reduction is issued with the first half of the next bucket's
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
-        """See GroupState; at the end of a step experts have no new weights yet."""
+        # At the end of a step experts have no new weights yet.
         if self.replica is None or (self.group.is_expert and not may_wait):
             return None
         return self.replica.sample(ranges)
 
-    def awaits_refresh(self) -> bool:
-        return self.is_changed
-
-    def copies(self) -> Sequence[ReplicaCopy]:
-        if self.replica is None:
-            return []
-        copy = ReplicaCopy(
-            name=self.group.name,
-            rows=self.group.weights,
-            layout=self.layout,
-            process_group=self.group.process_group,
-            is_full=True,
-            traffic=self.weight_traffic,
-        )
-        return [copy]
-
-    @property
-    def replica_place(self) -> str:
-        return "in the parameter buffer"
-
-    def describe_gradients(self) -> str:
-        if self.reduction is None or not self.is_staged:
-            return super().describe_gradients()
-        config = replace(self.reduction.config, pipeline_chunks=1)
-        return describe_gradients(config, self.layout, self.group.shard_numel) + ", staged over buckets"
-
-    def describe_weights(self) -> str:
+    def remarks(self) -> Remarks:
         exact = 0 if self.replica is None else self.replica.exact_numel
-        return super().describe_weights() + (f", {exact:,} exact (equal under TP)" if exact else "")
+        return Remarks(
+            place="in the parameter buffer",
+            weights=[f"{exact:,} exact (equal under TP)"] if exact else [],
+            staged="staged over buckets" if self.is_staged else "",
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -226,7 +202,7 @@ class BucketState(GroupState):
         arguments = {
             "call": self.reductions,
             "multiplier": reduction_multiplier(op, process_group, name=name, engine="Megatron-Core"),
-            "nonfinite": self.sample_gradient(input, sample_numel=sample_numel),
+            "nonfinite": sample_gradient(self, input, sample_numel=sample_numel),
         }
         self.reductions += 1
         self.gradient_bits = self.reduction.bits

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 
+import torch
 import torch.distributed as dist
 
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.topology import (
-    NodeLayout,
-    Topology,
-    TopologySpec,
-    create_topologies,
-    destroy_topology,
-)
+from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.work import SideStream, StagedCollectives, has_one_queue
-from sdp4bit.config import AlertConfig, AuditConfig, SDP4BitConfig
-from sdp4bit.engines.group import GroupState
+from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.engines.agreement import Layouts
+from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.megatron.buckets import (
     REPLICATED_DTYPES,
@@ -31,11 +28,89 @@ from sdp4bit.engines.megatron.objects import Chunk, Optimizer
 from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
-from sdp4bit.observe.alerts import Alerts
+from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import ONE_RANK, describe_gradients, one_node_note, one_node_reason
-from sdp4bit.observe.measures import Telemetry
 
 EXPERTS_SPLIT = "experts under tensor parallelism"  # reason why a bucket of experts is not quantized
+
+
+class MegatronCore:
+    """Megatron-Core as an engine: replaces methods of bucket groups and distributed optimizers."""
+
+    def __init__(
+        self, handle: MegatronCommHandle, state: MegatronModelState, *, optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._handle = handle
+        self._state = state
+        self._optimizers = optimizers
+        self.group_patches: list[GroupPatch] = []
+        self.optimizer_patches: list[OptimizerPatch] = []
+        device = state.device or torch.device("cpu")
+        self._weight_stream, self._gradient_stream = SideStream(device), SideStream(device)
+        self.staged: StagedCollectives | None = None
+        if has_one_queue(device):
+            self.staged = StagedCollectives(device, self._gradient_stream)
+            for comm in state.groups:
+                comm.is_staged = comm.group.bucket_group.ddp_config.overlap_grad_reduce
+
+    def groups(self) -> Sequence[Group]:
+        return self._state.groups
+
+    def install(self, group: Group) -> Undo:
+        """Replace the collectives of a bucket's bucket group, together with those of its other buckets."""
+        assert isinstance(group, BucketState)
+        bucket_group = group.group.bucket_group
+        comms = [each for each in self._state.groups if each.group.bucket_group is bucket_group]
+        if group.layout.size == 1 or group is not comms[0]:
+            return lambda: None
+        patch = GroupPatch(
+            bucket_group,
+            comms,
+            state=self._state,
+            weight_stream=self._weight_stream,
+            gradient_stream=self._gradient_stream,
+            staged=self.staged,
+        )
+        patch.install(self._handle)
+        self.group_patches.append(patch)
+        return patch.remove
+
+    def on_step(self, call: Callable[[int], None]) -> Undo:
+        """Replace the optimizers' copy of main weights into model weights, which ends a step."""
+        with ExitStack() as undo:
+            undo.callback(self._state.on_step(call))
+            counted = _counted(self._optimizers, self._state.groups)
+            for optimizer in self._optimizers:
+                patch = OptimizerPatch(
+                    optimizer,
+                    [comm for comm in self._state.groups if comm.group.optimizer is optimizer],
+                    state=self._state if any(optimizer is each for each in counted) else None,
+                    save=self._handle.state_dict,
+                    load=self._handle.load_state_dict,
+                )
+                patch.install(self._handle)
+                undo.callback(patch.remove)
+                self.optimizer_patches.append(patch)
+            return undo.pop_all().close
+
+    def finish_pending(self) -> None:
+        """Wait for transfers in flight."""
+        if self.staged is not None:
+            self.staged.finish()
+        for patch in self.group_patches:
+            patch.finish_pending()
+
+
+def _counted(optimizers: Sequence[Optimizer], comms: Sequence[BucketState]) -> Sequence[Optimizer]:
+    """Return the optimizers whose steps make up one step."""
+    # A step ends when the buckets without experts have new weights. The optimizer of experts steps later,
+    # when the other weights may have been sent.
+    dense = [
+        optimizer
+        for optimizer in optimizers
+        if any(comm.group.optimizer is optimizer and not comm.group.is_expert for comm in comms)
+    ]
+    return dense or optimizers
 
 
 class MegatronCommHandle(CommHandle):
@@ -47,6 +122,7 @@ class MegatronCommHandle(CommHandle):
     """
 
     _state: MegatronModelState
+    _engine: MegatronCore
 
     def __init__(
         self,
@@ -54,150 +130,72 @@ class MegatronCommHandle(CommHandle):
         *,
         optimizers: Sequence[Optimizer],
         buckets: Sequence[MegatronBucket],
-        layouts: dict[tuple[int, ...], NodeLayout],
+        layouts: Layouts,
         config: SDP4BitConfig,
         topology: TopologySpec,
     ) -> None:
         comms = [
-            BucketState(bucket, index=index, layout=layouts[bucket.ranks])
+            BucketState(bucket, index=index, layout=layouts.shards[bucket.ranks])
             for index, bucket in enumerate(buckets)
         ]
-        # A step ends when the buckets without experts have new weights. The optimizer of experts steps later,
-        # when the other weights may have been sent.
-        counted = [
-            optimizer
-            for optimizer in optimizers
-            if any(bucket.optimizer is optimizer and not bucket.is_expert for bucket in buckets)
-        ] or optimizers
-        state = MegatronModelState(comms, telemetry=config.telemetry, optimizers=len(counted))
-        super().__init__(state, config=config)
-        self.topology = topology
-        self._copies = TensorParallelCopies(chunks, buckets)
-        self._staged: StagedCollectives | None = None
-        self._choose(list(layouts.values()))
-        self._note = one_node_note(
+        state = MegatronModelState(
+            comms, telemetry=config.telemetry, optimizers=len(_counted(optimizers, comms))
+        )
+        copies = TensorParallelCopies(chunks, buckets)
+        for comm in comms:
+            _choose(comm, copies, config=config)
+        note = one_node_note(
             [(comm.weights_unquantized_reason, comm.gradients_unquantized_reason) for comm in comms]
         )
-        if self._note:
-            warnings.warn(f"sdp4bit: {self._note}", stacklevel=3)
-        self._groups = self._group_patches()
-        self._optimizers = [
-            OptimizerPatch(
-                optimizer,
-                [comm for comm in comms if comm.group.optimizer is optimizer],
-                state=state if any(optimizer is each for each in counted) else None,
-                save=self.state_dict,
-                load=self.load_state_dict,
+        super().__init__(state, config=config, note=note)
+        self.topology = topology
+        if note:
+            warnings.warn(f"sdp4bit: {note}", stacklevel=3)
+        with self._attaching() as undo:
+            build(comms, layouts=layouts, config=config, undo=undo)
+            for comm in comms:
+                if comm.replica is not None:
+                    # Ranks may start from different random weights, which Megatron's first gather would
+                    # equalize.
+                    comm.replica.equalize()
+                    comm.count_full_refresh()
+            undo.callback(copies.remove)
+            copies.install(gradients_quantized=any(comm.reduction is not None for comm in comms))
+            stages = pipeline_group(chunks)
+            self._install(
+                MegatronCore(self, state, optimizers=optimizers),
+                undo=undo,
+                # Experts step later.
+                watched=[c for c in comms if (c.replica or c.reduction) and not c.group.is_expert],
+                where="" if stages is None else f"pipeline stage {stages.rank()}",
             )
-            for optimizer in optimizers
-        ]
-        if config.alerts is not None:
-            self._watch(_alerts(chunks, comms, telemetry=state.telemetry, config=config.alerts))
-        for comm in comms:
-            if comm.replica is not None:
-                # Ranks may start from different random weights, which Megatron's first gather would equalize.
-                comm.replica.equalize()
-                comm.count_full_refresh()
-        for patch in (*self._groups, *self._optimizers):
-            patch.install(self)
-        self._copies.install(gradients_quantized=any(comm.reduction is not None for comm in comms))
+            undo.callback(self._send_main_weights)
         self._log_attached()
-
-    def _choose(self, layouts: Sequence[NodeLayout]) -> None:
-        """Create each bucket's replica and reduction, or set the reason why it has none."""
-        config = self.config
-        # Separate process groups, because one communicator would serialize gathers and reductions.
-        weights = create_topologies(layouts) if config.weights is not None else {}
-        gradients = create_topologies(layouts) if config.gradients is not None else {}
-        self._topologies: list[Topology] = [*weights.values(), *gradients.values()]
-        weight_scratch, gradient_scratch = Scratch(), Scratch()
-        for comm in self._state.groups:
-            bucket = comm.group
-            reason, nodes = _unquantized_reason(comm, is_split=self._copies.are_sought), comm.layout.nodes
-            comm.weights_unquantized_reason = reason or one_node_reason(config.weights, nodes=nodes)
-            comm.gradients_unquantized_reason = reason or one_node_reason(config.gradients, nodes=nodes)
-            if config.weights is not None and not comm.weights_unquantized_reason:
-                comm.replica = BucketReplica(
-                    bucket,
-                    weights[bucket.ranks],
-                    config=config.weights,
-                    scratch=weight_scratch,
-                    exact_ranges=replicated_ranges(bucket, self._copies.parameters),
-                    traffic=comm.weight_traffic,
-                )
-            if config.gradients is None or comm.gradients_unquantized_reason:
-                continue
-            if bucket.shard_numel < config.gradients.min_numel:
-                comm.gradients_unquantized_reason = describe_gradients(
-                    config.gradients, comm.layout, bucket.shard_numel
-                )
-                continue
-            topology = gradients[bucket.ranks]
-            comm.reduction = QuantizedReduceScatter(
-                topology,
-                config=config.gradients,
-                seed=config.seed,
-                rank=topology.row,
-                bucket=comm.index,
-                traffic=comm.gradient_traffic,
-                scratch=gradient_scratch,
-                name=bucket.name,
-            )
-
-    def _group_patches(self) -> list[GroupPatch]:
-        comms_of: dict[int, list[BucketState]] = {}
-        for comm in self._state.groups:
-            if comm.layout.size > 1:
-                comms_of.setdefault(id(comm.group.bucket_group), []).append(comm)
-        if not comms_of:
-            return []
-        device = next(iter(comms_of.values()))[0].group.device
-        weight_stream, gradient_stream = SideStream(device), SideStream(device)
-        if has_one_queue(device):
-            self._staged = StagedCollectives(device, gradient_stream)
-            for comm in self._state.groups:
-                comm.is_staged = comm.group.bucket_group.ddp_config.overlap_grad_reduce
-        return [
-            GroupPatch(
-                comms[0].group.bucket_group,
-                comms,
-                state=self._state,
-                weight_stream=weight_stream,
-                gradient_stream=gradient_stream,
-                staged=self._staged,
-            )
-            for comms in comms_of.values()
-        ]
 
     def mark_step(self) -> None:
         """Report a change of the main weights outside optimizer.step(); the next parameter sync sends it."""
         self._check_attached()
-        for patch in self._optimizers:
+        for patch in self._engine.optimizer_patches:
             patch.mark_changed()
-        for group in self._groups:
+        for group in self._engine.group_patches:
             group.group.param_gather_dispatched = False
 
     def resync(self) -> None:
         """Refresh the replicas in full precision; call it on all ranks."""
         self._check_attached()
-        self._finish_pending()
+        self._engine.finish_pending()
         for comm in self._state.groups:
             if comm.replica is not None:
                 comm.refresh_fully()
 
-    def _finish_pending(self) -> None:
-        if self._staged is not None:
-            self._staged.finish()
-        for group in self._groups:
-            group.finish_pending()
-
     def _audit(self, config: AuditConfig) -> bool:
-        self._finish_pending()
+        self._engine.finish_pending()
+        for comm in self._state.groups:
+            if comm.replica is not None:
+                comm.replica.attach_rows()
         return super()._audit(config)
 
-    def _refresh_mismatched(
-        self, wrong: Sequence[GroupState], *, config: AuditConfig
-    ) -> Sequence[GroupState]:
+    def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         for comm in self._state.groups:
             if comm in wrong:
                 comm.refresh_fully()
@@ -219,46 +217,29 @@ class MegatronCommHandle(CommHandle):
         """
         self._check_attached()
         counters = checked(state_dict)
-        for patch in self._optimizers:
+        for patch in self._engine.optimizer_patches:
             patch.steps = counters["steps"]
         load_counters(self._state, counters)
 
-    def remove(self) -> None:
-        """Restore Megatron-Core's own communication, starting from the main weights; call it on all ranks.
-
-        After `destroy_process_group` the parameters stay unchanged, because nothing can be sent.
-        """
-        try:
-            if not self._removed and dist.is_initialized():
-                self.resync()
-        finally:
-            self._remove()
-
-    def _remove(self) -> None:
-        for patch in (*self._groups, *self._optimizers):
-            patch.remove()
-        self._copies.remove()
-        for topology in self._topologies:
-            destroy_topology(topology)
-        self._end()
-        self._groups, self._optimizers, self._topologies = [], [], []
+    def _send_main_weights(self) -> None:
+        """Let Megatron-Core start from the main weights after the removal."""
+        if dist.is_initialized():
+            self.resync()
 
 
-def _alerts(
-    chunks: Sequence[Chunk], comms: Sequence[BucketState], *, telemetry: Telemetry, config: AlertConfig
-) -> Alerts:
-    """Return the alerts of the quantized buckets without experts, which step later."""
-    watched = [
-        comm.watched(config, process_group=comm.group.process_group)
-        for comm in comms
-        if (comm.replica is not None or comm.reduction is not None) and not comm.group.is_expert
-    ]
-    stages = pipeline_group(chunks)
-    return Alerts(
-        watched,
-        telemetry=telemetry,
-        where="" if stages is None else f"pipeline stage {stages.rank()}",
-    )
+def _choose(comm: BucketState, copies: TensorParallelCopies, *, config: SDP4BitConfig) -> None:
+    """Set the reasons why a bucket is not quantized, and its kind of replica."""
+    bucket, nodes = comm.group, comm.layout.nodes
+    reason = _unquantized_reason(comm, is_split=copies.are_sought)
+    comm.weights_unquantized_reason = reason or one_node_reason(config.weights, nodes=nodes)
+    comm.gradients_unquantized_reason = reason or one_node_reason(config.gradients, nodes=nodes)
+    if config.gradients is not None and bucket.shard_numel < config.gradients.min_numel:
+        comm.gradients_unquantized_reason = comm.gradients_unquantized_reason or describe_gradients(
+            config.gradients, comm.layout, bucket.shard_numel
+        )
+    if not comm.weights_unquantized_reason:
+        exact_ranges = replicated_ranges(bucket, copies.parameters)
+        comm.make_replica = partial(BucketReplica, bucket=bucket, exact_ranges=exact_ranges)
 
 
 def _unquantized_reason(comm: BucketState, *, is_split: bool) -> str:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -27,6 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
+from sdp4bit.engines import attach
+from sdp4bit.engines.fsdp2.groups import FSDPGroup
+from sdp4bit.engines.fsdp2.observers import StateDictAliases
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from tests import toy
 from tests.ranks import on_ranks
@@ -103,6 +109,35 @@ def accept(model: nn.Module, **options: Any) -> None:
 
 def held(*tensors: torch.Tensor, policy: MixedPrecisionPolicy | None = None, **options: Any) -> Holder:
     return fully_shard(Holder(*tensors), mp_policy=policy or MixedPrecisionPolicy(), **options)
+
+
+@contextmanager
+def lost_the_second_time(owner: object, name: str) -> Iterator[None]:
+    """Let the second call of a function fail on all ranks."""
+    stock, calls = getattr(owner, name), count(1)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("lost")
+        return stock(*args, **options)
+
+    with mock.patch.object(owner, name, fail):
+        yield
+
+
+@on_ranks(2, timeout=LIMIT)
+def test_an_attachment_that_fails_in_the_middle_undoes_itself() -> None:
+    model = toy.build()
+    before = footprint(model)
+    for owner, name in (
+        (attach, "QuantizedReduceScatter"),  # process groups exist
+        (FSDPGroup, "install"),  # one parameter group communicates through the handle
+        (StateDictAliases, "watch"),  # all of them do, and optimizers are watched
+    ):
+        with lost_the_second_time(owner, name), pytest.raises(RuntimeError, match="lost"):
+            quantize_communication(model, topology=1)
+        assert footprint(model) == before
+    accept(model, topology=1)
 
 
 # -- models -------------------------------------------------------------------------------------------

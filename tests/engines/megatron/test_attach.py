@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import sdp4bit
 from sdp4bit.engines.megatron.api import _check_bucket
+from sdp4bit.engines.megatron.patches import OptimizerPatch
 from sdp4bit.megatron import quantize_communication
 from tests.engines.megatron.runs import LOSSLESS, QUANTIZED, MegatronRun
 from tests.ranks import on_ranks
@@ -166,6 +168,11 @@ def refusals() -> None:
     with refused("AttributeError", "[rank 0]"):
         odd = SimpleNamespace(bucket_groups=[], ddp_config=SimpleNamespace())
         attach([odd] if rank == 0 else run.chunks)
+    assert patched(run) == []
+    assert len(dist.distributed_c10d._world.pg_map) == communicators
+    lost = mock.patch.object(OptimizerPatch, "install", side_effect=RuntimeError("lost"))
+    with lost, pytest.raises(RuntimeError, match="lost"):
+        attach()  # bucket groups have been patched
     assert patched(run) == []
     assert len(dist.distributed_c10d._world.pg_map) == communicators
     other = MegatronRun(None)

@@ -93,7 +93,7 @@ def fp32_buffer() -> None:
     dense = next(c for c in quantized.comm.groups if c.replica is None)
     assert total["collectives"] == 2 * len(quantized.comm.groups)
     # 48 + 48 values padded to 128, in rows of 64; gathered in fp32 and reduced in fp32.
-    assert quantized.comm._state.last_traffic(dense).inter_bytes == 2 * 64 * 4
+    assert quantized.comm._state.traffic_of(dense).inter_bytes == 2 * 64 * 4
     quantized.comm.remove()
 
 

@@ -38,8 +38,8 @@ def train_and_flip(self: TrainingLoop, stop_code: Callable[[int], int]) -> Any:
     metrics = train(self, stop_code)
     if PLAN.read_text() == "flip" and step == 7 and dist.get_rank() == 1:
         PLAN.write_text("")
-        (copy, *_) = self.model.communication._state.groups[-1].copies()
-        copy.rows.view(torch.int16).view(-1)[7] ^= 1
+        rows = self.model.communication.groups[-1].replica.rows
+        rows.view(torch.int16).view(-1)[7] ^= 1
     return metrics
 
 

@@ -1,0 +1,109 @@
+"""The quantized collectives of all groups of a model, with their undo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from sdp4bit.collectives.all_reduce import QuantizedAllReduce
+from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
+from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.topology import (
+    NodeLayout,
+    Topology,
+    create_host_groups,
+    create_topologies,
+    destroy_topology,
+)
+from sdp4bit.config import SDP4BitConfig
+from sdp4bit.engines.agreement import Layouts
+from sdp4bit.observe.explain import ONE_RANK
+
+
+def build(groups: Sequence[Group], *, layouts: Layouts, config: SDP4BitConfig, undo: ExitStack) -> None:
+    """Create the collectives of groups without a reason for full precision; collective over the job.
+
+    Args:
+        layouts: those that the ranks have agreed on, also for groups of other ranks.
+        undo: destroys the process groups.
+    """
+    # 1. Process groups, in the same order on all ranks. Separate ones for weights and gradients, because one
+    # communicator would serialize the gather of a group and the reduction of another.
+    shards, replicas = list(layouts.shards.values()), list(layouts.replicas.values())
+    weights = _topologies(shards if config.weights else [], purpose="weights", undo=undo)
+    gradients = _topologies(shards if config.gradients else [], purpose="gradients", undo=undo)
+    over_replicas = _topologies(replicas if config.gradients else [], purpose="replicas", undo=undo)
+
+    # 2. Message buffers, shared by all groups. Weights and gradients are sent on different streams, so each
+    # stream has its own buffers and needs no synchronization to reuse them.
+    weight_scratch, gradient_scratch = Scratch(), Scratch()
+
+    # 3. Collectives.
+    for group in groups:
+        ranks, name = group.group.ranks, group.group.name
+        if config.weights is not None and not group.weights_unquantized_reason:
+            group.replica = group.make_replica(
+                weights[ranks],
+                config=config.weights,
+                traffic=group.weight_traffic,
+                scratch=weight_scratch,
+                name=name,
+            )
+        if config.gradients is None:
+            continue
+        if not group.gradients_unquantized_reason:
+            topology = gradients[ranks]
+            group.reduction = QuantizedReduceScatter(
+                topology,
+                config=config.gradients,
+                seed=config.seed,
+                rank=topology.row if group.data_rank is None else group.data_rank,
+                bucket=group.index,
+                traffic=group.gradient_traffic,
+                scratch=gradient_scratch,
+                name=name,
+            )
+        if group.replica_layout is not None and group.gradients_unquantized_reason in ("", ONE_RANK):
+            group.all_reduce = QuantizedAllReduce(
+                over_replicas[group.replica_layout.ranks],
+                config=config.gradients,
+                seed=config.seed,
+                ranks=group.data_ranks_of_replicas,
+                bucket=len(groups) + group.index,
+                traffic=group.all_reduce_traffic,
+                scratch=gradient_scratch,
+                name=name,
+            )
+
+
+def _topologies(
+    layouts: Sequence[NodeLayout], *, purpose: str, undo: ExitStack
+) -> Mapping[tuple[int, ...], Topology]:
+    topologies = create_topologies(layouts, purpose=purpose)
+    for topology in topologies.values():
+        undo.callback(destroy_topology, topology)
+    return topologies
+
+
+def host_groups(
+    layouts: Sequence[NodeLayout], *, purpose: str, undo: ExitStack
+) -> dict[tuple[int, ...], ProcessGroup]:
+    """Return process groups for tensors on the CPU, by ranks; none if the job's own takes them.
+
+    Collective over the job.
+    """
+    if "cpu:" in dist.get_backend_config():
+        return {}
+    groups = create_host_groups(layouts, purpose=purpose)
+    for group in groups.values():
+        undo.callback(_destroy, group)
+    return groups
+
+
+def _destroy(group: ProcessGroup) -> None:
+    with suppress(ValueError):  # already destroyed by dist.destroy_process_group()
+        dist.destroy_process_group(group)

@@ -1,0 +1,169 @@
+"""Steps of an attached model: their bytes, bits and measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sdp4bit.collectives.group import Group
+from sdp4bit.config import TelemetryConfig
+from sdp4bit.observe.measures import (
+    SQUARES,
+    Measurement,
+    Measures,
+    Telemetry,
+    group_squares,
+    pending_squares,
+    total_error,
+    total_measures,
+)
+from sdp4bit.traffic import Traffic
+
+
+class Stats(Measures):
+    """Statistics of an attached model on this rank; see `CommHandle.stats`."""
+
+    steps: int
+    last_step: dict[str, int]
+    total: dict[str, int]
+    compression_ratio: float | None
+    full_refreshes: int
+    sampled_step: int | None
+
+
+class GroupStats(Measures):
+    """Statistics of one parameter group on this rank."""
+
+    name: str
+    intra_bytes: int
+    """Bytes sent inside the node in the last step."""
+    inter_bytes: int
+    """Bytes sent to other nodes in the last step."""
+    compression_ratio: float | None
+    """Bytes between nodes without sdp4bit over those with it; None before the first step."""
+    weight_bits: float | None
+    """Current bits; None for full precision."""
+    gradient_bits: float | None
+    """Bits on the last hop of the last reduction; None for full precision."""
+
+
+class ModelState:
+    """Step count and measures, which all parameter groups of one attached model share."""
+
+    def __init__(self, groups: Sequence[Group], *, telemetry: TelemetryConfig | None = None) -> None:
+        self.groups: Sequence[Group] = groups
+        self.telemetry = Telemetry(telemetry, [comm.group.name for comm in groups])
+        for comm in groups:
+            comm.counts_nonfinite = telemetry is not None
+        self.step_listeners: list[Callable[[int], None]] = []
+        """Called with the step number on every rank, once per step. The step's measures are available and
+        the next step has sent nothing yet, so listeners may communicate."""
+        self.reporting_ranks = 1  # ranks whose bytes `stats` adds up
+        self.steps = 0  # steps that have reached their boundary
+        self.step_pending = False
+        """An optimizer has stepped but the step has not reached its boundary, which is the next forward on
+        FSDP2."""
+
+    def on_step(self, call: Callable[[int], None]) -> Callable[[], None]:
+        """Call with the number of steps after each; see `Engine.on_step`."""
+        self.step_listeners.append(call)
+        return partial(self.step_listeners.remove, call)
+
+    @property
+    def gradient_sample_numel(self) -> int | None:
+        """Sample size for gradients that are reduced now; None keeps no samples."""
+        return self.telemetry.sample_numel if self.telemetry.is_due(self.steps + 1) else None
+
+    def end_traffic(self) -> None:
+        """Assign the bytes sent so far to the last step."""
+        for comm in self.groups:
+            for counter in comm.counters:
+                counter.end_step()
+
+    def end_step(self) -> None:
+        """Count and measure a step that has reached its boundary."""
+        self.step_pending = False
+        self.steps += 1
+        self.end_traffic()
+        self.measure_step()
+
+    @torch.no_grad()
+    @torch.inference_mode(False)  # the first forward after a step may be one of inference
+    def measure_step(self) -> None:
+        """Measure the step that has just reached its boundary, if due, and call the listeners."""
+        is_due = self.telemetry.is_due(self.steps)
+        if is_due:
+            self.telemetry.publish(self._squares(self.telemetry.sample_numel), step=self.steps)
+        for listener in self.step_listeners:
+            listener(self.steps)
+        if is_due:
+            for comm in self.groups:
+                # Otherwise a group without a gradient in the next measured step would report this one again.
+                comm.gradient_sample = comm.nonfinite_groups = None
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def measure(self) -> Measurement:
+        """Measure entire weight shards, the changes not sent yet, and the last gradients."""
+        squares = self.telemetry.with_last_gradients(self._squares(None))
+        pending = [pending_squares(comm) for comm in self.groups]
+        unsent = torch.stack(pending) if pending else torch.empty(0, 2, dtype=torch.float64)
+        return {**total_measures(squares), "pending": total_error(unsent)}
+
+    def _squares(self, sample_numel: int | None) -> Tensor:
+        # One group at a time: measuring an entire shard takes several times its memory.
+        rows = [group_squares(comm, sample_numel=sample_numel) for comm in self.groups]
+        return torch.stack(rows) if rows else torch.empty(0, SQUARES, dtype=torch.float64)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the groups; None on a rank without any."""
+        return self.groups[0].group.device if self.groups else None
+
+    def traffic_of(self, group: Group) -> Traffic:
+        """Return the traffic of a group in the last step, which ends with its optimizer step."""
+        return sum((c.current_step if self.step_pending else c.last_step for c in group.counters), Traffic())
+
+    def stats(self) -> Stats:
+        """Return the statistics of the last step; see `CommHandle.stats`."""
+        last = sum((self.traffic_of(group) for group in self.groups), Traffic())
+        total = sum((counter.total for group in self.groups for counter in group.counters), Traffic())
+        steps = self.steps + int(self.step_pending)
+        return {
+            "steps": steps,
+            "last_step": self._reported(last),
+            "total": self._reported(total),
+            "compression_ratio": last.compression_ratio if steps else None,
+            "full_refreshes": sum(group.full_refreshes for group in self.groups),
+            "sampled_step": self.telemetry.step,
+            **total_measures(self.telemetry.squares),
+        }
+
+    def _reported(self, traffic: Traffic) -> dict[str, int]:
+        return {name: count * self.reporting_ranks for name, count in traffic.as_dict().items()}
+
+    def group_stats(self) -> list[GroupStats]:
+        """Return the statistics of each group in the last step."""
+        measured, has_stepped = self.telemetry.by_group(), self.steps or self.step_pending
+        found = list[GroupStats]()
+        for group in self.groups:
+            traffic, name = self.traffic_of(group), group.group.name
+            found.append(
+                {
+                    "name": name,
+                    "intra_bytes": round(traffic.intra_bytes),
+                    "inter_bytes": round(traffic.inter_bytes),
+                    "compression_ratio": traffic.compression_ratio if has_stepped else None,
+                    **measured[name],
+                    "weight_bits": None if group.replica is None else group.replica.bits,
+                    "gradient_bits": group.gradient_bits,
+                }
+            )
+        return found
+
+    def detach(self) -> None:
+        """Drop all references to the model; keep the step count."""
+        self.groups, self.step_listeners = [], []
