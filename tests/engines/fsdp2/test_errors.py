@@ -31,9 +31,9 @@ from torch.optim import optimizer as optimizers
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit.engines import attach
-from sdp4bit.engines.fsdp2.groups import FSDPGroup
-from sdp4bit.engines.fsdp2.observers import StateDictAliases
+from sdp4bit.engines.fsdp2.events import StateDictAliases
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
+from sdp4bit.engines.fsdp2.view import FSDPGroup
 from tests import toy
 from tests.ranks import on_ranks
 
