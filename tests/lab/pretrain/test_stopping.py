@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from rich.console import Console
 
 from sdp4bit_lab.common.launch.signals import SIGNALS, listening
-from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
@@ -142,9 +140,3 @@ def test_tensorboard_events_go_where_they_are_wanted(tmp_path):
     written_lines(tmp_path, LoggingConfig(out=tmp_path / "run", tensorboard_dir=tmp_path / "events"))
     assert list((tmp_path / "events").glob("events.out.tfevents*"))
     assert not (tmp_path / "run" / "tensorboard").exists()
-
-
-def test_a_missing_wandb_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SettingError, match="pip install wandb"):
-        written_lines(tmp_path, LoggingConfig(out=tmp_path, wandb_project="p"))

@@ -69,7 +69,6 @@ WRONG = [
     (lambda: PretrainConfig(optimizer=optimizer(min_lr=1.0)), "--min-lr 1.0 is above the peak 0.001"),
     (lambda: LoggingConfig(log_interval=0), "--log-interval 0"),
     (lambda: LoggingConfig(telemetry_interval=-1), "--telemetry-interval -1"),
-    (lambda: LoggingConfig(wandb_exp_name="x"), "--wandb-exp-name has no effect without"),
     (lambda: CheckpointConfig(save=Path("x"), save_interval=0), "--save-interval 0 must be at least 1"),
     (lambda: CheckpointConfig(auto_resume=True), "--auto-resume has no effect without --save"),
     (lambda: CheckpointConfig(keep_last=2), "--keep-last 2 has no effect without --save"),
