@@ -56,15 +56,6 @@ def probe_file(folder: Path, **changes: Any) -> str:
     return str(path)
 
 
-def test_table_2_is_printed_beside_the_published_one(capsys: Capture) -> None:
-    text = shown(capsys, "--reproduce-table-2")
-    assert "h800 18B 8/1 4.08 x 4.08 x 4.07 x 55.3 165" in text
-    assert "published 45.9 ms, predicted 45.5 ms" in text
-    assert "sdp4bit 1.6 - 2.4 x 2.44 x 1.61 x" in text
-    last = planned(capsys, "--reproduce-table-2")["rows"][-1]
-    assert [last[name] for name in ("published", "predicted")] == pytest.approx([4.08, 4.08], abs=0.005)
-
-
 def test_a_plan_as_text_has_bytes_times_memory_and_a_recommendation(capsys: Capture) -> None:
     text = shown(capsys, "--cluster", "h800", "--preset", "18B", "--tp", "8", "--engine", "megatron")
     for part in (
@@ -92,7 +83,6 @@ def test_a_plan_for_a_slow_link_names_local_steps(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--reproduce-table-2",),
         ("--cluster", "h800", "--nodes", "512", "--hidden-size", "1024", "--num-layers", "8"),
         (*H100, *SHAPE, "--replicas", "4"),
         ("--device", "b200", "--nodes", "128", "--devices-per-node", "8", "--inter-bandwidth", "400",
@@ -231,7 +221,6 @@ def test_the_documented_table_is_the_command_s(capsys: Capture) -> None:
         ),
         (("--inter-bandwidth", "-1"), "--inter-bandwidth -1.0 must be positive"),
         (("--dropout", "0.1"), "--dropout changes neither bytes nor"),
-        (("--reproduce-table-2", "--tp", "2"), "combine it with --json only"),
         (("--engine", "megatron", "--least-padding"), "--least-padding has no effect"),
         (("--engine", "megatron", "--replicas", "2"), "--replicas has no effect with --engine megatron"),
         (("--probe", "nowhere.json"), "--probe nowhere.json cannot be read"),
