@@ -116,21 +116,26 @@ def _run_processes(program: str, config: object, timeout: timedelta, *, size: in
         )
         for rank in range(size)
     ]
-    # Started first, because starting it unblocks two signals.
-    resource_tracker.ensure_running()
-    # Children inherit the mask: a signal to the process group stays pending until a rank listens.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     note(f"starting {size} processes")
     try:
-        for process in processes:
-            process.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        start(*processes)
         return _join(processes, signals, leaves_early=leaves_early)
     finally:
         for process in processes:
             if process.pid is not None:
                 process.kill()
                 process.join()
+
+
+def start(*processes: SpawnProcess) -> None:
+    """Start children that miss no signal: one to the process group stays pending until they listen."""
+    # Started first, because starting it unblocks two signals.
+    resource_tracker.ensure_running()
+    # Children inherit the mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    for process in processes:
+        process.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
