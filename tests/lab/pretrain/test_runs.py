@@ -80,18 +80,6 @@ def test_alerts_are_in_the_metrics(text, tmp_path):
         assert line["message"].startswith("gradient error ") and line["value"] > line["threshold"]
 
 
-@pytest.mark.slow
-def test_a_setting_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(text, tmp_path):
-    done = command_line(
-        *("pretrain", "--nproc-per-node", "2", "--data-path", str(text), "--sequence-length", "10000000"),
-        *("--vocabulary-size", "512", "--cache-dir", str(text.parent / "cache"), "--out", str(tmp_path)),
-    )
-    assert done.returncode == 2
-    *progress, error = done.stderr.splitlines()
-    assert error.startswith("sdp4bit: error: the training text has ")
-    assert not any("error" in line for line in progress)
-
-
 def comparison(text: Path, folder: Path, *, steps: int, **changes: Any) -> CompareConfig:
     """Return a comparison of runs of one layer on nodes of one rank."""
     base = small(text, folder)
