@@ -200,10 +200,9 @@ def _preprocess(config: PreprocessConfig) -> int:
 @_command(
     "plan",
     settings="sdp4bit_lab.plan.config:PlanConfig",
-    packages=("tyro", "rich", "scipy", "yaml"),
+    packages=("tyro", "rich", "yaml"),
     shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
-    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json
-    reproduce_table_2""",
+    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json""",
 )
 def _plan(config: PlanConfig) -> int:
     """Predict the gain of quantized communication on a cluster: bytes, step time, memory and a

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -18,8 +16,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sdp4bit_lab.common.launch.local import end_with_parent, run_on_ranks
-from sdp4bit_lab.common.launch.signals import SIGNALS, received
+from sdp4bit_lab.common.launch.local import end_with_parent, run_on_ranks, start
+from sdp4bit_lab.common.launch.signals import received
 from sdp4bit_lab.common.ranks import Ranks, run_on_all_ranks
 from sdp4bit_lab.compare.finished_run import FinishedRun, environment
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
@@ -71,17 +69,12 @@ def train_at_once(jobs: Sequence[Job], *, most: int) -> Iterator[tuple[Job, int]
     context = multiprocessing.get_context("spawn")
     waiting, running = list(jobs), dict[SpawnProcess, Job]()
     was_forwarded = False
-    # Started first, because starting it unblocks two signals.
-    resource_tracker.ensure_running()
     try:
         while running or (waiting and received() is None):
             while waiting and len(running) < most and received() is None:
                 process = context.Process(target=_run_job, args=(waiting[0],))
-                # The child inherits the mask: a signal stays pending until its ranks listen.
-                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-                process.start()
+                start(process)
                 running[process] = waiting.pop(0)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             wait([process.sentinel for process in running], timeout=_POLL)
             number = received()
             if number is not None and not was_forwarded:

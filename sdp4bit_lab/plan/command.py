@@ -1,4 +1,4 @@
-"""Print a plan, or the reproduction of the paper's tables, as text or JSON."""
+"""Print a plan as text or JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import aligned, wrapped
 from sdp4bit_lab.plan.config import MEMORY_SHARE, PlanConfig
 from sdp4bit_lab.plan.memory import identifier
-from sdp4bit_lab.plan.paper import (
-    FIGURE_8,
-    FIGURE_8_MODEL,
-    FIGURE_8_NODES,
-    TABLE_4_QUANTIZED_MS,
-    Reproduction,
-    reproduction,
-)
 from sdp4bit_lab.plan.step import Cluster, Plan, Range
 
 NOTABLE_PADDING = 1.05
@@ -34,17 +26,13 @@ _OVERLAPS = {
 
 
 def run_plan(config: PlanConfig) -> int:
-    """Print the plan or the paper's tables; return 0."""
-    if config.reproduce_table_2:
-        tables = reproduction()
-        content = reproduction_json(tables) if config.json else reproduction_text(tables)
+    """Print the plan; return 0."""
+    cluster = config.cluster.resolve(model=config.model_name)
+    plan = config.plan(cluster)
+    if config.json:
+        sys.stdout.write(json.dumps(plan_json(config, cluster, plan), indent=2, allow_nan=False) + "\n")
     else:
-        cluster = config.cluster.resolve(model=config.model_name)
-        content = (plan_json if config.json else plan_text)(config, cluster, config.plan(cluster))
-    if isinstance(content, dict):
-        sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    else:
-        Console().print(content, highlight=False, markup=False, soft_wrap=True)
+        Console().print(plan_text(config, cluster, plan), highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -188,43 +176,3 @@ def _table(plan: Plan, *, strategy: str) -> list[str]:
 
 def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s" if math.isfinite(bytes_per_second) else "unused"
-
-
-def reproduction_json(tables: Reproduction) -> dict[str, Any]:
-    """Return the published and predicted tables as JSON."""
-    rows = [
-        {**p.row._asdict(), "published": p.row.speedup, **{k: v for k, v in asdict(p).items() if k != "row"}}
-        for p in tables.rows
-    ]
-    return {**asdict(tables), "rows": rows, "table_4_published_ms": TABLE_4_QUANTIZED_MS}
-
-
-def reproduction_text(tables: Reproduction) -> str:
-    """Return the published and predicted tables as text."""
-    rows: list[tuple[str, ...]] = [
-        ("cluster", "model", "TP/PP", "published", "predicted", "from baseline", "GB/s", "TFLOP/s")
-    ]
-    for p in tables.rows:
-        speedups = (p.row.speedup, p.predicted, p.predicted_from_baseline)
-        layout = f"{p.row.tensor_parallel}/{p.row.pipeline_parallel}"
-        rates = (f"{p.bandwidth / 1e9:.1f}", f"{p.device_flops / 1e12:.0f}")
-        rows.append((p.row.cluster, p.row.model, layout, *(f"{s:.2f} x" for s in speedups), *rates))
-    figure = [("", "published", *(f"{name}, {FIGURE_8_NODES[name]} nodes" for name in tables.figure_8))]
-    for strategy, (low, high) in FIGURE_8.items():
-        predicted = [f"{speedups[strategy]:.2f} x" for speedups in tables.figure_8.values()]
-        figure.append((f"  {strategy}", f"{low:.1f} - {high:.1f} x", *predicted))
-    lines = [
-        "Table 2, speed-up over fp32 gradients and bf16 weights, without overlap or accumulation, with fp32 "
-        "scales. Fitted to the published step times: a compute rate per row, and two bandwidths per cluster "
-        "(without and with tensor parallelism). 'From baseline' takes the compute rate from the baseline's "
-        "step time alone.",
-        "",
-        *aligned(rows),
-        "",
-        f"Table 4, gradient exchange of 1.3B on 32 A100: published {TABLE_4_QUANTIZED_MS} ms, predicted "
-        f"{tables.table_4_ms:.1f} ms with the bandwidth of its fp32 exchange, "
-        f"{tables.table_4_fitted_ms:.1f} ms with the bandwidth fitted to Table 2",
-        f"Figure 8, speed-up of {FIGURE_8_MODEL} (published as ranges over both clusters)",
-        *aligned(figure),
-    ]
-    return wrapped(lines)

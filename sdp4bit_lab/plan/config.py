@@ -12,8 +12,8 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import SettingError, require, require_at_least, require_positive
 from sdp4bit_lab.common.strategies import Strategy
+from sdp4bit_lab.plan.clusters import ClusterName, paper_cluster
 from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups, with_adapters
-from sdp4bit_lab.plan.paper import ClusterName, reproduction
 from sdp4bit_lab.plan.step import Cluster, ParallelLayout, Plan, plan_step
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.model.cards import ModelShape
@@ -40,7 +40,7 @@ class ClusterConfig:
     """One of the paper's clusters, a measured one, or one with data-sheet speeds; values can be replaced."""
 
     cluster: ClusterName | None = None
-    """The paper's cluster of 16 nodes, with the bandwidths implied by its Table 2: a100 (4 GPUs per node) or
+    """The paper's cluster of 16 nodes, with the speeds fitted to its Table 2: a100 (4 GPUs per node) or
     h800 (8). Default: a100, unless --probe or --device is given."""
     probe: Path | None = None
     """Measurements from `sdp4bit probe`, instead of --cluster."""
@@ -90,7 +90,7 @@ class ClusterConfig:
         if self.probe is not None:
             values = _read_probe(self.probe)
         elif self.device is None or self.cluster is not None:
-            values = asdict(reproduction().cluster(self.cluster or "a100", model=model))
+            values = asdict(paper_cluster(self.cluster or "a100", model=model))
             if given.keys() - {"latency", "quantization_bandwidth"}:
                 values["name"] = f"your cluster, completed with values of the paper's {values['name']}"
         else:
@@ -147,18 +147,12 @@ class PlanConfig:
     """Freeze the model and train LoRA adapters of this rank on all matrices of the blocks (FSDP2)."""
     json: bool = False
     """Print JSON instead of text."""
-    reproduce_table_2: bool = False
-    """Print the paper's Table 2 next to the planner's, and checks against Table 4 and Figure 8."""
     model: PlanModelConfig = field(default_factory=PlanModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
 
     def __post_init__(self) -> None:
-        require(
-            not self.reproduce_table_2 or replace(self, reproduce_table_2=False, json=False) == PlanConfig(),
-            "--reproduce-table-2 uses the paper's models and clusters: combine it with --json only",
-        )
         require_at_least(1, self, "lora_rank")
         require(
             self.lora_rank is None or (self.layout.engine == "fsdp2" and self.layout.tensor_parallel == 1),

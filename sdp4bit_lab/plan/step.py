@@ -3,7 +3,7 @@
 This is a model, not a measurement. The time of a step is computation, plus bytes over bandwidth, plus latency
 per collective, minus overlap, plus quantization kernels. Overlap is unknown, so times are ranges from none to
 all that fits. The bytes are exact (:mod:`sdp4bit_lab.plan.traffic`). Bandwidths come from `sdp4bit probe` or
-from the paper's tables (:mod:`sdp4bit_lab.plan.paper`).
+a fit to the paper's (:mod:`sdp4bit_lab.plan.clusters`).
 """
 
 from __future__ import annotations

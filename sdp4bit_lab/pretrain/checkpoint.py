@@ -15,6 +15,7 @@ from typing import Any, TextIO, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -361,38 +362,21 @@ def _slots(names: Mapping[str, object], parameter: str) -> list[str]:
 
 def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Flatten a nested state into tensors by path, plus one tensor for all other values."""
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, object] = {}
-
-    def walk(path: str, part: Mapping[str, Any]) -> None:
-        for key, value in part.items():
-            if isinstance(value, Mapping):
-                walk(f"{path}.{key}", value)
-            elif isinstance(value, Tensor):
-                tensors[f"{path}.{key}"] = value.detach()
-            else:
-                values[f"{path}.{key}"] = value
-
-    walk(prefix, state)
-    if values:
-        tensors[f"{prefix}.values"] = torch.frombuffer(
-            bytearray(json.dumps(values).encode()), dtype=torch.uint8
-        )
+    flat, _ = flatten_state_dict({prefix: state})
+    tensors = {path: value.detach() for path, value in flat.items() if isinstance(value, Tensor)}
+    if values := {path: value for path, value in flat.items() if path not in tensors}:
+        content = bytearray(json.dumps(values).encode())
+        tensors[f"{prefix}.values"] = torch.frombuffer(content, dtype=torch.uint8)
     return tensors
 
 
 def _nested(state: Mapping[str, Any], prefix: str, loaded: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return a state of this structure with the loaded values."""
     content = loaded.get(f"{prefix}.values")
-    values: dict[str, Any] = {**loaded, **({} if content is None else json.loads(bytes(content.tolist())))}
-
-    def fill(path: str, part: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: fill(f"{path}.{key}", value) if isinstance(value, Mapping) else values[f"{path}.{key}"]
-            for key, value in part.items()
-        }
-
-    return fill(prefix, state)
+    values = {**loaded, **({} if content is None else json.loads(bytes(content.tolist())))}
+    _, paths = flatten_state_dict({prefix: state})
+    nested = unflatten_state_dict({path: values[path] for path in paths}, paths)
+    return {**state, **nested[prefix]}  # parts without values are not among the paths
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from rich.console import Console
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.failures import failed
 from sdp4bit_lab.common.files import write_atomically
-from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
 from sdp4bit_lab.pretrain.stability import SPIKE_RATIO, SpikeDetector
 
@@ -100,8 +99,6 @@ class MetricsWriter:
                     self._spikes.observe(event["step"], math.nan if norm is None else norm)
             write_atomically(self._log, "".join(json.dumps(event) + "\n" for event in earlier))
             self._lines = self._log.open("a", encoding="utf-8")
-        # W&B first, because it copies only the events of TensorBoard writers created later.
-        self._wandb = _start_wandb(config)
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._since_line: list[StepMetrics] = []
 
@@ -110,8 +107,6 @@ class MetricsWriter:
             self._attempt(self._lines.close, path=self._log)
         if self._tensorboard is not None:
             self._attempt(self._tensorboard.close, path=_events_folder(self._config))
-        if self._wandb is not None:
-            self._wandb.finish()
 
     def _attempt(self, write: Callable[[], object], *, path: Path) -> None:
         """Write, and note a failure for the ranks to agree on: this one alone must not leave the run."""
@@ -252,19 +247,3 @@ def _events_folder(config: LoggingConfig) -> Path:
 def _report_error_of_thread(report: Callable[[Any], object], arguments: threading.ExceptHookArgs) -> None:
     if type(arguments.thread).__name__ != "_AsyncWriterThread":
         report(arguments)
-
-
-def _start_wandb(config: LoggingConfig) -> Any:  # wandb has no types here
-    if config.wandb_project is None:
-        return None
-    try:
-        import wandb
-    except ImportError as error:
-        raise SettingError("--wandb-project needs the wandb package: pip install wandb") from error
-    return wandb.init(
-        project=config.wandb_project,
-        name=config.wandb_exp_name or config.out.name,
-        dir=str(config.out),
-        config=json.loads((config.out / "config.json").read_text(encoding="utf-8")),
-        sync_tensorboard=True,
-    )

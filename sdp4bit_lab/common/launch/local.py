@@ -9,9 +9,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
@@ -57,18 +58,19 @@ def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_
     Raises:
         SettingError: the number of processes conflicts with other settings; nothing was started.
     """
+    run = partial(_run_rank, program, config, timeout=parallel.timeout, leaves_early=leaves_early)
     if "RANK" in os.environ:
-        return _run_rank(program, config, parallel.timeout, leaves_early=leaves_early)
+        return run()
     size = parallel.processes(torch.cuda.device_count())
     parallel.check_world(size)
     if size > 1:
-        return _run_processes(program, config, parallel.timeout, size=size, leaves_early=leaves_early)
+        return _run_processes(run, size=size, leaves_early=leaves_early)
     with listening() if leaves_early else nullcontext():
-        code = _run_rank(program, config, parallel.timeout, leaves_early=leaves_early)
+        code = run()
         return 128 + signal.SIGINT if code == 0 and received() == signal.SIGINT else code
 
 
-def _run_rank(program: str, config: object, timeout: timedelta, *, leaves_early: bool) -> int:
+def _run_rank(program: str, config: object, *, timeout: timedelta, leaves_early: bool) -> int:
     rank, run = int(os.environ.get("RANK", "0")), pkgutil.resolve_name(program)
     try:
         with join_ranks(timeout=timeout) as ranks:
@@ -95,7 +97,7 @@ def _run_rank(program: str, config: object, timeout: timedelta, *, leaves_early:
     return 0
 
 
-def _run_processes(program: str, config: object, timeout: timedelta, *, size: int, leaves_early: bool) -> int:
+def _run_processes(run: Callable[[], int], *, size: int, leaves_early: bool) -> int:
     # Handled in `_join`, because a handler could miss a rank that is being started.
     signals: list[signal.Signals] = []
     for number in SIGNALS:
@@ -111,26 +113,31 @@ def _run_processes(program: str, config: object, timeout: timedelta, *, size: in
     processes = [
         context.Process(
             target=_run_process,
-            args=(program, config, timeout),
-            kwargs={"environment": _environment(rank, size, store.port), "leaves_early": leaves_early},
+            args=(run,),
+            kwargs={"environment": _environment(rank, size, store.port)},
         )
         for rank in range(size)
     ]
-    # Started first, because starting it unblocks two signals.
-    resource_tracker.ensure_running()
-    # Children inherit the mask: a signal to the process group stays pending until a rank listens.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     note(f"starting {size} processes")
     try:
-        for process in processes:
-            process.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        start(*processes)
         return _join(processes, signals, leaves_early=leaves_early)
     finally:
         for process in processes:
             if process.pid is not None:
                 process.kill()
                 process.join()
+
+
+def start(*processes: SpawnProcess) -> None:
+    """Start children that miss no signal: one to the process group stays pending until they listen."""
+    # Started first, because starting it unblocks two signals.
+    resource_tracker.ensure_running()
+    # Children inherit the mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    for process in processes:
+        process.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -148,13 +155,10 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def _run_process(
-    program: str, config: object, timeout: timedelta, *, environment: dict[str, str], leaves_early: bool
-) -> None:
+def _run_process(run: Callable[[], int], *, environment: dict[str, str]) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment)
-    code = _run_rank(program, config, timeout, leaves_early=leaves_early)
-    if code:
+    if code := run():
         # Without cleanup, so that the launcher stops the others before they report the same error.
         os._exit(code)
 

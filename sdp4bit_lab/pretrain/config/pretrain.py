@@ -129,10 +129,6 @@ class LoggingConfig:
     """Write TensorBoard events."""
     tensorboard_dir: Path | None = None
     """Folder for TensorBoard events. Default: tensorboard in the run's folder."""
-    wandb_project: str | None = None
-    """Copy the TensorBoard events to this Weights & Biases project. Needs the package wandb."""
-    wandb_exp_name: str | None = None
-    """Name of the run in Weights & Biases. Default: the name of the run's folder."""
     log_interval: int = 10
     """Steps between printed lines."""
     log_throughput: bool = False
@@ -143,14 +139,6 @@ class LoggingConfig:
     def __post_init__(self) -> None:
         require_at_least(1, self, "log_interval")
         require_at_least(0, self, "telemetry_interval")
-        require(
-            self.wandb_exp_name is None or self.wandb_project is not None,
-            "--wandb-exp-name has no effect without --wandb-project",
-        )
-        require(
-            self.wandb_project is None or self.tensorboard,
-            "--wandb-project copies TensorBoard events: remove --no-tensorboard",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

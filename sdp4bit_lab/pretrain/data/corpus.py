@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -105,17 +104,16 @@ def split_corpus(paths: Sequence[Path], *, validation_fraction: float) -> Corpus
         raise SettingError("the corpus has no text: give other files with --data-path")
     wanted = validation_fraction * sum(size for _, _, size in ranked)
     held_out: set[int] = set()
-    heapq.heapify(ranked)
-    documents = len(ranked)
-    size = 0
-    while size < wanted and len(held_out) < documents - 1:
-        _, index, document_size = heapq.heappop(ranked)
+    held_out_size = 0
+    for _, index, size in sorted(ranked)[:-1]:
+        if held_out_size >= wanted:
+            break
         held_out.add(index)
-        size += document_size
+        held_out_size += size
     return CorpusSplit(
         paths=paths,
         digest=total.hexdigest(),
-        documents=documents,
+        documents=len(ranked),
         held_out=frozenset(held_out),
         validation_fraction=validation_fraction,
     )

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.slow
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 TINY = Workload(layers=2, hidden=64, heads=2, vocabulary=512, sequence_length=32, warmup_steps=1)
-ONE_PER_NODE = Cluster(nodes=2, ranks_per_node=1)
+ONE_PER_NODE, TWO_PER_NODE = (Cluster(nodes=2, ranks_per_node=ranks) for ranks in (1, 2))
+LEVELS = ("hierarchical", "hsdp", "hsdp-sdp4bit")
 STEPS = 6
 
 OWNER = """
@@ -39,8 +40,8 @@ from benchmarks.cluster_network import Network
 # Shells start their background commands with it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with Network(2) as network:
-    network.start(0, ["sleep", "300"])
-    print(*network.nodes, flush=True)
+    sleeper = network.start(0, ["sleep", "300"])
+    print(sleeper.pid, *network.nodes, flush=True)
     time.sleep(300)
 """
 
@@ -99,26 +100,18 @@ else:
 
 
 @needs_namespaces
-def test_a_closed_network_leaves_no_namespace_and_no_process() -> None:
-    with Network(3) as network:
-        assert set(network.nodes) < namespaces()
-        sleeper = network.start(2, ["sleep", "300"])
-    assert not any(name in namespaces() for name in network.nodes)
-    assert sleeper.wait(timeout=5) == -signal.SIGKILL
-
-
-@needs_namespaces
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_network_is_removed_when_its_owner_is_killed(how: signal.Signals) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert owner.stdout is not None
-    nodes = owner.stdout.readline().split()
+    sleeper, *nodes = owner.stdout.readline().split()
     assert set(nodes) <= namespaces()
     owner.send_signal(how)
     owner.wait(timeout=10)
     assert wait_until(lambda: not namespaces() & set(nodes)), namespaces()
+    assert wait_until(lambda: not cluster_network.process_status(int(sleeper)))
 
 
 @needs_namespaces
@@ -146,110 +139,50 @@ def test_rates_are_decimal_and_others_are_refused() -> None:
             rate_in_bits(rate)
 
 
-# -- command -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("user", "reason"), [(1000, "needs root"), (0, "install iproute2")])
-def test_without_root_or_iproute2_it_gives_the_reason_and_stops(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], user: int, reason: str
+def test_impossible_settings_and_missing_rights_end_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: user)
+    for arguments in (["--nodes", "1"], ["--rates", "fast"], ["--ranks-per-node", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            cluster.main(arguments)
     monkeypatch.setattr(cluster_network.shutil, "which", lambda program: None)
-    assert cluster.main([]) == 2
-    assert reason in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--nodes", "1"], ["--rates", "fast"], ["--ranks-per-node", "0"]])
-def test_impossible_settings_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cluster.main(arguments)
+    for user, reason in ((1000, "needs root"), (0, "install iproute2")):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert cluster.main([]) == 2
+        assert reason in capsys.readouterr().err
 
 
 # -- strategies --------------------------------------------------------------------------------------
 
 
-def train(names: list[str], layout: Cluster) -> dict[str, tuple[list[float], float | None]]:
-    """Return per strategy the losses of every step, averaged over the ranks, and the bytes of the last."""
+def train(names: list[str], layout: Cluster) -> dict[str, list[float]]:
+    """Return each strategy's losses of every step, averaged over the ranks."""
     torch.set_num_threads(1)
-    results = {}
+    losses = {}
     for name in names:
         step = STRATEGIES[name](TINY, layout)
-        losses, before = [], None
-        for index in range(STEPS):
-            if index == STEPS - 1:
-                before = step.sent_bytes()
-            loss = step()
+        sums = [step() for _ in range(STEPS)]
+        for loss in sums:
             torch.distributed.all_reduce(loss)
-            losses.append(loss.item() / layout.ranks)
-        after = step.sent_bytes()
-        results[name] = losses, None if before is None or after is None else after - before
-    return results
+        losses[name] = [loss.item() / layout.ranks for loss in sums]
+    return losses
 
 
-def numel() -> int:
-    """Parameters of the tiny model."""
-    hidden = TINY.hidden
-    per_layer = 12 * hidden**2 + 13 * hidden
-    return TINY.layers * per_layer + (TINY.vocabulary + TINY.sequence_length) * hidden + 2 * hidden
-
-
-def test_every_strategy_trains_the_same_model_and_sends_what_it_should() -> None:
-    names = strategies_for(ONE_PER_NODE)
-    first, second = run_ranks(train, 2, names, ONE_PER_NODE, timeout=240.0)
-    assert {name: losses for name, (losses, _) in first.items()} == {
-        name: losses for name, (losses, _) in second.items()
-    }
-    losses = {name: losses for name, (losses, _) in first.items()}
+@pytest.mark.parametrize(("layout", "names"), [(ONE_PER_NODE, None), (TWO_PER_NODE, ["fsdp2", *LEVELS])])
+def test_every_strategy_trains_the_same_model(layout: Cluster, names: list[str] | None) -> None:
+    names = names or strategies_for(layout)
+    assert set(LEVELS) & set(strategies_for(layout)) == (set(LEVELS) if layout is TWO_PER_NODE else set())
+    first, *others = run_ranks(train, layout.ranks, names, layout, timeout=240.0)
+    assert all(losses == first for losses in others)
     # The same start, the same data, and steps that make a difference.
-    starts = [values[0] for values in losses.values()]
-    assert max(starts) - min(starts) < 2e-3
-    assert all(values[-1] < values[0] - 0.1 for values in losses.values())
-    # Full precision is full precision: only the order of a sum of two may differ, which it does not.
-    assert losses["fair"] == losses["fsdp2"]
-    similar = ("fair-bf16", "ddp", "ddp-bf16", "ddp-sdp4bit", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit")
-    for name in similar:
-        assert losses[name][-1] == pytest.approx(losses["fsdp2"][-1], abs=0.02), name
-    assert losses["sdp4bit-4chunks"] == losses["sdp4bit"]
-
-    half = numel() / 2  # what a rank sends to the only other one
-    full = {"fair": 6, "fair-bf16": 4, "compute": 0}
-    for name, per_value in full.items():
-        assert first[name][1] == pytest.approx(per_value * half, rel=0.01, abs=1), name
-    gradient, weight = 0.5 + 2 / 128, 0.5 + 2 / 2048
-    quantized = {"qwd": 4 + weight, "tlq-hs": gradient + 2, "sdp4bit": gradient + weight}
-    quantized["ddp-sdp4bit"] = 2 * gradient  # to be reduced, and what has been
-    for name, per_value in quantized.items():
-        # Short rows: a shorter last group per row and 15 bytes of alignment per message.
-        assert first[name][1] == pytest.approx(per_value * half, rel=0.02), name
-    assert first["qw"][1] == first["qwd"][1]
-    assert first["ulq"][1] == first["tlq"][1] == first["tlq-hs"][1]
-    assert all(first[name][1] is None for name in ("fsdp2", "ddp", "ddp-bf16", "ddp-powersgd"))
-
-
-def test_levels_send_less_and_change_no_result_in_full_precision() -> None:
-    layout = Cluster(nodes=2, ranks_per_node=2)
-    names = ["fair", "hierarchical", "sdp4bit", "hsdp", "hsdp-sdp4bit"]
-    assert {"hierarchical", "hsdp", "hsdp-sdp4bit"} == {*strategies_for(layout)} - {
-        *strategies_for(ONE_PER_NODE)
-    }
-    results = run_ranks(train, 4, names, layout, timeout=240.0)[0]
-    # Between nodes and per rank: each of 2 rows in a quarter of the ranks, or one row reduced in the node.
-    assert results["fair"][1] == pytest.approx(6 * numel() / 4 * 2, rel=0.01)
-    assert results["hierarchical"][1] == pytest.approx(6 * numel() / 4, rel=0.01)
-    assert results["hierarchical"][0] == pytest.approx(results["fair"][0], abs=2e-3)
-    # A rank's shard is half of the weights, and twice half of it goes to the other node.
-    gradient = 0.5 + 2 / 128
-    assert results["hsdp-sdp4bit"][1] == pytest.approx(2 * gradient * numel() / 4, rel=0.02)
-    assert results["hsdp"][0] == pytest.approx(results["fair"][0], abs=2e-3)
-    assert results["hsdp-sdp4bit"][0][-1] == pytest.approx(results["hsdp"][0][-1], abs=0.02)
-
-
-def test_batches_differ_by_step_and_rank_and_repeat() -> None:
-    tokens, targets = TINY.batch(3, rank=1)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert torch.equal(tokens, TINY.batch(3, rank=1)[0])
-    for step, rank in ((4, 1), (3, 0)):
-        assert not torch.equal(tokens, TINY.batch(step, rank=rank)[0])
+    assert max(starts := [losses[0] for losses in first.values()]) - min(starts) < 2e-3
+    assert all(losses[-1] < losses[0] - 0.1 for losses in first.values())
+    # Ranks of the upper bound "compute" diverge, and PowerSGD and presets of few bits are less exact.
+    for name in {*names} & {*LEVELS, "fair", "fair-bf16", "ddp", "ddp-sdp4bit", "qwd", "tlq-hs", "sdp4bit"}:
+        assert first[name][-1] == pytest.approx(first["fsdp2"][-1], abs=0.02), name
+    if layout is ONE_PER_NODE:
+        # Only the order of a sum of two may differ.
+        assert first["fair"] == first["fsdp2"] and first["sdp4bit-4chunks"] == first["sdp4bit"]
 
 
 # -- report ------------------------------------------------------------------------------------------
@@ -271,7 +204,7 @@ def summary(*samples: Sample) -> dict[str, Any]:
     return cluster_report.summarize(samples, cluster=ONE_PER_NODE, parameters=1, arguments=[])
 
 
-def test_rows_hold_medians_and_ratios_are_those_of_one_round() -> None:
+def test_rows_hold_medians_and_ratios_are_those_of_one_round(tmp_path: Path, capsys: Any) -> None:
     # The second round is disturbed; its ratio is not.
     samples = [sample("fair", s, i) for i, s in enumerate([4.0, 12.0, 5.0])]
     samples += [sample("sdp4bit", s, i, sent=110.0) for i, s in enumerate([1.0, 3.0, 1.0])]
@@ -283,23 +216,16 @@ def test_rows_hold_medians_and_ratios_are_those_of_one_round() -> None:
     (ratio,) = result["ratios"]
     assert (ratio["reference"], ratio["strategy"]) == ("fair", "sdp4bit")
     assert (ratio["ratio"], ratio["lowest"], ratio["highest"]) == (4.0, 4.0, 5.0)
-
-
-def test_several_runs_are_shown_by_the_medians_of_their_medians(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = []
-    for number, seconds in enumerate([2.0, 8.0, 3.0]):
-        samples = [sample(name, s, i) for name, s in (("fair", seconds), ("sdp4bit", 1.0)) for i in range(3)]
-        files.append(tmp_path / f"{number}.json")
-        files[-1].write_text(json.dumps(summary(*samples)))
-    combined = cluster_report.combine([json.loads(file.read_text()) for file in files])
-    fair, _ = combined["rows"]
-    assert (fair["seconds_per_step"], fair["fastest"], fair["slowest"]) == (3.0, 2.0, 8.0)
-    assert (fair["spread"], fair["rounds"]) == (2.0, 9)
+    # Several runs are shown by the medians of their medians.
+    files = [tmp_path / f"{number}.json" for number in range(3)]
+    for file, seconds in zip(files, (2.0, 8.0, 3.0), strict=True):
+        rounds = [sample(name, s, i) for name, s in (("fair", seconds), ("sdp4bit", 1.0)) for i in range(3)]
+        file.write_text(json.dumps(summary(*rounds)))
     assert cluster_report.main([*map(str, files)]) == 0
-    assert "| 1gbit | fair | sdp4bit | 3.00 (2.00 to 8.00) |" in capsys.readouterr().out
-    files[0].write_text(json.dumps(summary(*samples[:3])))
+    printed = capsys.readouterr().out
+    assert "| 1gbit | fair | 3.000 | 200% |" in printed
+    assert "| 1gbit | fair | sdp4bit | 3.00 (2.00 to 8.00) |" in printed
+    files[0].write_text(json.dumps(summary(*rounds[:3])))
     assert cluster_report.main([*map(str, files)]) == 2
     assert "the runs differ in nodes" in capsys.readouterr().err
 
@@ -327,3 +253,5 @@ def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
     for rate in ("500mbit", "1gbit"):
         sent = {name: rows[rate, name]["tx_bytes_per_node_per_step"] for _, name in rows}
         assert sent["sdp4bit"] * 5 < sent["hierarchical"] < 0.55 * sent["fair"]
+        # A quarter of the values to each of two ranks of the other node, in fp32 and bf16, by each of two.
+        assert sent["fair"] == pytest.approx(6 * result["parameters"], rel=0.05)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from sdp4bit import SDP4BitConfig
+from sdp4bit import GradientConfig, SDP4BitConfig
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.plan.model import flat_buffer, gpt_groups
+from sdp4bit_lab.plan.clusters import paper_cluster
+from sdp4bit_lab.plan.model import PlanModelConfig, flat_buffer, gpt_groups
 from sdp4bit_lab.plan.step import Cluster, ParallelLayout, Plan, exchange_seconds, plan_step
 from sdp4bit_lab.plan.traffic import Exchange
 from tests.lab.plan.test_traffic import SHAPE
@@ -155,3 +156,33 @@ def test_replicas_lie_on_neighbouring_ranks() -> None:
 def test_layouts_that_do_not_fit_are_refused(layout: dict[str, int], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         ParallelLayout(**layout).grids(nodes=4, devices_per_node=8)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "card", "tensor", "pipeline", "published"),
+    [
+        ("a100", "1.3B", 1, 1, 57.6 / 24.1),
+        ("a100", "18B", 4, 2, 29.8 / 10.2),
+        ("h800", "2.7B", 1, 1, 116.9 / 71.9),
+        ("h800", "18B", 8, 1, 59.2 / 14.5),
+    ],
+)
+def test_the_paper_s_clusters_give_its_table_2_back(
+    cluster: Any, card: Any, tensor: int, pipeline: int, published: float
+) -> None:
+    """Their speeds are fitted to it, with fp32 scales and without the hop inside a node."""
+    model = PlanModelConfig(model_card=card)
+    shape = model.padded_shape(tensor_parallel=tensor)
+    result = plan_step(
+        flat_buffer(gpt_groups(shape, tensor_parallel=tensor, pipeline_parallel=pipeline)),
+        flops_per_sequence=shape.flops_per_sample(model.tokens),
+        cluster=replace(paper_cluster(cluster, model=card), quantization_bandwidth=None),
+        layout=ParallelLayout(tensor_parallel=tensor, pipeline_parallel=pipeline),
+        config=SDP4BitConfig(gradients=GradientConfig(pipeline_chunks=8)),
+    )
+    assert result.speedups(result.baseline)[0] == pytest.approx(published, rel=0.05)
+
+
+def test_a_model_that_the_paper_lacks_gets_the_median_compute_rate() -> None:
+    assert paper_cluster("h800", model="125M").device_flops == pytest.approx(132.925e12)
+    assert paper_cluster("h800", model="18B").device_flops == pytest.approx(164.778e12)

@@ -1,4 +1,4 @@
-"""Whole runs over gloo: the command line, strategies side by side, the demo, and failures.
+"""Whole runs over gloo: the command line, strategies side by side, and failures.
 
 Ranks are processes, which represent nodes of one or two. The text is a few files of the standard library.
 """
@@ -16,7 +16,7 @@ import pytest
 
 from sdp4bit.config import AlertConfig
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.compare.config import DEMO_PROCESSES, CompareConfig, DemoConfig
+from sdp4bit_lab.compare.config import CompareConfig
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.run import compare
 from sdp4bit_lab.pretrain.config.communication import ReliabilityConfig
@@ -78,18 +78,6 @@ def test_alerts_are_in_the_metrics(text, tmp_path):
     assert alerts and alerts[0]["step"] == 2
     for line in alerts:
         assert line["message"].startswith("gradient error ") and line["value"] > line["threshold"]
-
-
-@pytest.mark.slow
-def test_a_setting_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(text, tmp_path):
-    done = command_line(
-        *("pretrain", "--nproc-per-node", "2", "--data-path", str(text), "--sequence-length", "10000000"),
-        *("--vocabulary-size", "512", "--cache-dir", str(text.parent / "cache"), "--out", str(tmp_path)),
-    )
-    assert done.returncode == 2
-    *progress, error = done.stderr.splitlines()
-    assert error.startswith("sdp4bit: error: the training text has ")
-    assert not any("error" in line for line in progress)
 
 
 def comparison(text: Path, folder: Path, *, steps: int, **changes: Any) -> CompareConfig:
@@ -159,14 +147,3 @@ def test_runs_that_diverge_do_not_end_a_comparison(text, tmp_path):
     member = json.loads((tmp_path / "out" / "summary.json").read_text())["strategies"]["baseline"]
     assert member["diverged"] == {"1": runs[0].diverged_at}
     assert member["val_loss_mean"] is None
-
-
-@pytest.mark.slow
-def test_the_demo_compares_both_strategies(tmp_path):
-    config = DemoConfig(steps=2, out=tmp_path / "demo", cache_dir=tmp_path / "cache").comparison()
-    run_ranks(compare_here, DEMO_PROCESSES, config, timeout=250)
-    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert summary["complete"] is True
-    baseline, ours = (summary["strategies"][name] for name in ("baseline", "sdp4bit"))
-    assert baseline["inter_bytes_per_step"] > 5 * ours["inter_bytes_per_step"] > 0
-    assert (tmp_path / "demo" / "curves.png").stat().st_size > 10_000

@@ -6,7 +6,6 @@ same bits only for 2 ranks: gloo adds those of more in an order of its own.
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.pretrain.step.parallelize import RankLayout, shard_chunks
 from sdp4bit_lab.pretrain.step.simulated_model import parameter_groups
 from sdp4bit_lab.simulated.rows import RowLayout
-from tests.lab.pretrain.tiny_runs import command_line, losses, read_log, small, this_rank, train_here
+from tests.lab.pretrain.tiny_runs import losses, read_log, small, this_rank, train_here
 from tests.ranks import run_ranks
 
 BYTES = ("intra_bytes", "inter_bytes", "compression_ratio")
@@ -227,19 +226,3 @@ def test_a_real_run_continues_a_simulated_one_and_the_other_way_round(text: Path
         continued = run_ranks(resume_elsewhere, processes, moved, message)[0]
         assert len(continued) == 4
         assert continued[0] == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.slow
-def test_compare_takes_one_process_for_many_ranks(text: Path, tmp_path: Path) -> None:
-    done = command_line(
-        *("compare", "--strategies", "baseline,sdp4bit", "--simulated-ranks", "8", "--ranks-per-node", "4"),
-        *("--layers", "1", "--hidden", "64", "--heads", "2", "--lr", "5e-3", "--seq-length", "32"),
-        *("--data-path", str(text), "--vocab-size", "512", "--cache-dir", str(text.parent / "cache")),
-        *("--steps", "3", "--micro-batch-size", "1", "--out", str(tmp_path)),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "8 simulated ranks (2 x 4, cpu)" in done.stdout
-    strategies = json.loads((tmp_path / "summary.json").read_text())["strategies"]
-    assert strategies["sdp4bit"]["difference_to_baseline_percent"] != 0
-    sent = {name: outcome["inter_bytes_per_step"] for name, outcome in strategies.items()}
-    assert 0 < sent["sdp4bit"] < sent["baseline"] / 4

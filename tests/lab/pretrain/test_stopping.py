@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +13,15 @@ import torch
 from rich.console import Console
 
 from sdp4bit_lab.common.launch.signals import SIGNALS, listening
-from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 from sdp4bit_lab.pretrain.metrics import MetricsWriter
 from sdp4bit_lab.pretrain.stopping import StopRequests
-from tests.lab.pretrain.tiny_runs import command_after, losses, read_log, small, step_metrics, train_here
+from tests.lab.common.launch.started_ranks import PRETRAIN, Process, options, outcome_of, wait_for_lines
+from tests.lab.pretrain.saved_runs import names
+from tests.lab.pretrain.tiny_runs import losses, read_log, small, step_metrics, train_here
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -98,20 +97,16 @@ def test_a_run_left_at_an_interval_resumes_to_the_same_losses(text, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_to_the_command_saves_and_leaves(text, tmp_path):
-    command = (
-        "pretrain --nproc-per-node 2 --ranks-per-node 1 --num-layers 1 --hidden-size 64 --seq-length 16 "
-        f"--num-attention-heads 2 --vocabulary-size 512 --micro-batch-size 1 --train-iters 100000 "
-        f"--eval-interval 100000 --no-tensorboard --cache-dir {tmp_path / 'cache'} --data-path {text} "
-        f"--out {tmp_path / 'run'} --save {tmp_path / 'checkpoints'}"
-    )
-    log = tmp_path / "run" / "metrics.jsonl"
-    with command_after(3, *command.split(), log=log) as process:
+    out, saved = tmp_path / "run", tmp_path / "checkpoints"
+
+    def strike(process: Process) -> None:
+        wait_for_lines(process, out)
         process.send_signal(signal.SIGUSR1)
-        output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0
-    assert "because of SIGUSR1; saved in" in output
-    steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
-    assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == f"step-{steps[-1]:08d}"
+
+    code, output = outcome_of([*PRETRAIN, *options(text, out, "--save", str(saved))], strike)
+    assert code == 0 and "because of SIGUSR1; saved in" in output, output
+    last = max(step for event, step in losses(out) if event == "train")
+    assert max(names(saved)) == f"step-{last:08d}"
 
 
 def written_lines(tmp_path: Path, config: LoggingConfig, *, width: int | None = None) -> list[str]:
@@ -142,9 +137,3 @@ def test_tensorboard_events_go_where_they_are_wanted(tmp_path):
     written_lines(tmp_path, LoggingConfig(out=tmp_path / "run", tensorboard_dir=tmp_path / "events"))
     assert list((tmp_path / "events").glob("events.out.tfevents*"))
     assert not (tmp_path / "run" / "tensorboard").exists()
-
-
-def test_a_missing_wandb_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SettingError, match="pip install wandb"):
-        written_lines(tmp_path, LoggingConfig(out=tmp_path, wandb_project="p"))

@@ -6,9 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,26 +84,6 @@ def command_line(*arguments: str, timeout: float = 240) -> subprocess.CompletedP
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-
-
-@contextmanager
-def command_after(steps: int, *arguments: str, log: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a command whose run writes this log, and enter once so many steps are done; killed at the end."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "sdp4bit_lab", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        try:
-            deadline = time.monotonic() + 240
-            while not (log.is_file() and log.read_text().count('"train"') >= steps):
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.02)
-            yield process
-        finally:
-            process.kill()
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:

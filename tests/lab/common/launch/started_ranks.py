@@ -13,6 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 COMMAND = [sys.executable, "-m", "sdp4bit_lab"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 Process = subprocess.Popen[str]
 PRETRAIN = [*COMMAND, "pretrain", "--nproc-per-node", "2", "--no-tensorboard"]
 

@@ -14,7 +14,6 @@ import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -37,13 +36,8 @@ from tests.lab.common.launch.started_ranks import (
     wait_for_the_end_of,
 )
 from tests.lab.pretrain.saved_runs import names
-from tests.lab.pretrain.tiny_runs import losses, small, this_rank, write_text
+from tests.lab.pretrain.tiny_runs import losses, small, this_rank
 from tests.ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def errors_of_all_kinds() -> list[str]:

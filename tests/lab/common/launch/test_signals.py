@@ -16,6 +16,7 @@ import pytest
 from tests.lab.common.launch.started_ranks import (
     COMMAND,
     PRETRAIN,
+    TORCHRUN,
     options,
     outcome_of,
     ranks_of,
@@ -28,7 +29,6 @@ from tests.lab.pretrain.tiny_runs import losses, write_text
 STEPS = 12
 # Never imported here: it changes what saves and trains in its process.
 SIGNALLED = [sys.executable, str(Path(__file__).with_name("signalled_command.py"))]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LEAVING = "the ranks stop after this step; a second one kills them"
 ENDED = "killed the ranks"
 Process = subprocess.Popen[str]

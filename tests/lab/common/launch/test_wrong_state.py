@@ -19,27 +19,28 @@ import pytest
 
 from sdp4bit_lab.common.files import write_sums
 from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
-from tests.lab.common.launch.started_ranks import COMMAND, PRETRAIN, options, outcome_of, wait_for_lines
+from tests.lab.common.launch.started_ranks import (
+    COMMAND,
+    PRETRAIN,
+    TORCHRUN,
+    options,
+    outcome_of,
+    wait_for_lines,
+)
 from tests.lab.pretrain.saved_runs import names
-from tests.lab.pretrain.tiny_runs import losses, write_text
+from tests.lab.pretrain.tiny_runs import losses
 
 STEPS = 12
 FAULTY = str(Path(__file__).with_name("faulty_command.py"))
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Never imported here: it changes what trains in its process.
 FAULTY_PRETRAIN = [sys.executable, FAULTY, "pretrain", "--nproc-per-node", "2", "--no-tensorboard"]
 RESTARTED = [*TORCHRUN, "--max-restarts", "2", FAULTY, "pretrain", "--no-tensorboard"]
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(text: Path) -> dict[tuple[str, int], float]:
+def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], float]:
     """Return the losses of the run without faults."""
-    out = text.parent / "undisturbed"
+    out = tmp_path_factory.mktemp("undisturbed")
     code, output = outcome_of([*PRETRAIN, *options(text, out, steps=STEPS)])
     assert code == 0, output
     return losses(out)

@@ -111,7 +111,7 @@ train_iters: 7
 quantized-weights: true
 tensorboard: false
 lr: 1e-3
-wandb-project:
+tensorboard-dir:
 """
 TOML = """
 train_iters = 7
