@@ -20,7 +20,7 @@ from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.sections import Range, common_ranges
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import WeightReplica
-from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.config import GradientConfig
 from sdp4bit.traffic import TrafficCounter
 
 GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce  # a collective that quantizes gradients
@@ -128,16 +128,6 @@ class Group:
     def gradient_quantizers(self) -> Sequence[GradientQuantizer]:
         """The quantized collectives of a gradient, in order, all with the same settings."""
         return [each for each in (self.reduction, self.all_reduce) if each is not None]
-
-    @property
-    def gradient_layouts(self) -> Sequence[NodeLayout]:
-        """The node layout of each gradient quantizer."""
-        pairs = (self.reduction, self.layout), (self.all_reduce, self.replica_layout)
-        return [layout for quantizer, layout in pairs if quantizer is not None and layout is not None]
-
-    @property
-    def weight_config(self) -> WeightConfig | None:
-        return None if self.replica is None else self.replica.config
 
     @property
     def gradient_config(self) -> GradientConfig | None:

@@ -140,7 +140,9 @@ class Alerts:
 def _thresholds_of(group: Group, config: AlertConfig) -> tuple[float | None, ...]:
     """Return a threshold per measure, or None; "auto" is resolved for the fewest bits of the hops."""
     hops: list[float | None] = []
-    gradients, layouts, weights = group.gradient_config, group.gradient_layouts, group.weight_config
+    gradients, weights = group.gradient_config, group.replica and group.replica.config
+    collectives = (group.reduction, group.layout), (group.all_reduce, group.replica_layout)
+    layouts = [layout for collective, layout in collectives if collective and layout]
     if gradients is not None:
         hops += [gradients.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []
         hops += [gradients.inter_bits] if any(layout.nodes > 1 for layout in layouts) else []

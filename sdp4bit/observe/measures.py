@@ -12,9 +12,8 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.group import GradientQuantizer, Group
+from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.sections import Range
-from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import TelemetryConfig
 
 _PIECES = 8
@@ -113,25 +112,39 @@ def group_squares(group: Group, *, sample_numel: int | None) -> Tensor:
     """
     numel, replica = group.group.shard_numel, group.replica
     unknown = torch.full((), math.nan, dtype=torch.float64, device=group.group.device)
-    gradient, weights, nonfinite = [unknown] * 2, [unknown] * 4, unknown
-    if group.gradient_quantizers and group.gradient_sample is not None:
-        gradient = gradient_squares(group.gradient_sample, quantizers=group.gradient_quantizers, numel=numel)
-    if group.nonfinite_groups is not None:
-        nonfinite = group.nonfinite_groups
+    gradient, difference, drift = [unknown] * 2, [unknown] * 2, [unknown] * 2
+
+    # 1. The gradient that was sampled last. Errors of successive collectives are measured separately and
+    # added; see `QuantizedAllReduce.requantized`.
+    exact = group.gradient_sample
+    if group.gradient_quantizers and exact is not None:
+        first, *others = group.gradient_quantizers
+        received = first.requantized(exact)
+        for quantizer in others:
+            received = received + (quantizer.requantized(exact) - exact)
+        gradient = squared_norms(received, exact, numel=numel)
+
+    # 2. The difference of the weights, which has no error in full precision, and the drift: after the next
+    # refresh if one is due, else now.
+    sample = None
     if replica is not None:
         ranges: list[Range] = [(0, numel)]
         if sample_numel is not None:
             ranges = sample_ranges(numel, sample_numel=sample_numel, unit=replica.config.group_size)
         sample = group.sample_weights(ranges, may_wait=sample_numel is None)
-        if sample is not None:
-            weights = weight_squares(
-                *sample,
-                replica=replica,
-                exact=group.refresh_is_full or replica.bits is None,
-                refreshed=sample_numel is not None or group.awaits_refresh(),
-                numel=numel,
-            )
-    return torch.stack([*gradient, *weights, nonfinite])
+    if replica is not None and sample is not None and sample[0].numel():
+        main, held = sample
+        before, after = held.float(), main
+        if not group.refresh_is_full and replica.bits is not None:
+            sent, received = replica.quantized_differences(main, before)
+            difference = squared_norms(received, sent, numel=numel)
+            after = before + received if replica.sends_differences else received
+        is_refreshed = sample_numel is not None or group.awaits_refresh()
+        drift = squared_norms(after.to(held.dtype).float() if is_refreshed else before, main, numel=numel)
+
+    # 3. What gradients have received since the last measured step.
+    nonfinite = unknown if group.nonfinite_groups is None else group.nonfinite_groups
+    return torch.stack([*gradient, *difference, *drift, nonfinite])
 
 
 def pending_squares(group: Group) -> Tensor:
@@ -149,43 +162,6 @@ def squared_norms(received: Tensor, exact: Tensor, *, numel: int) -> list[Tensor
     # fp64, because squares of small gradients underflow in fp32.
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (received - exact, exact)]
     return [norm * norm * (numel / exact.numel()) for norm in norms]
-
-
-def gradient_squares(exact: Tensor, *, quantizers: Sequence[GradientQuantizer], numel: int) -> list[Tensor]:
-    """Return the squared norms of the collectives' error and of the gradient, scaled to `numel` values.
-
-    Errors of successive collectives are measured separately and added; see `QuantizedAllReduce.requantized`.
-    """
-    first, *others = quantizers
-    received = first.requantized(exact)
-    for quantizer in others:
-        received = received + (quantizer.requantized(exact) - exact)
-    return squared_norms(received, exact, numel=numel)
-
-
-def weight_squares(
-    main: Tensor, replica_values: Tensor, *, replica: WeightReplica, exact: bool, refreshed: bool, numel: int
-) -> list[Tensor]:
-    """Return the squared norms of the difference (error, norm) and of the weights (drift, norm).
-
-    Args:
-        main: [n], a sample of the main weights in fp32 made of complete quantization groups.
-        replica_values: [n], the same values of the replica.
-        exact: whether the next refresh is in full precision, so that the difference has no error.
-        refreshed: return the drift after the next refresh instead of the current one.
-        numel: values of a shard.
-    """
-    unknown = main.new_full((), math.nan, dtype=torch.float64)
-    if not main.numel():
-        return [unknown] * 4
-    dtype, before = replica_values.dtype, replica_values.float()
-    difference, after = [unknown] * 2, main
-    if not exact:
-        sent, received = replica.quantized_differences(main, before)
-        difference = squared_norms(received, sent, numel=numel)
-        after = before + received if replica.sends_differences else received
-    drifted = after.to(dtype).float() if refreshed else before
-    return [*difference, *squared_norms(drifted, main, numel=numel)]
 
 
 def relative_errors(squares: Tensor) -> Tensor:
