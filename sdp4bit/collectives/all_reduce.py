@@ -11,7 +11,7 @@ from torch import Tensor
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows
 from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_places
-from sdp4bit.collectives.pipeline import group_unit
+from sdp4bit.collectives.pipeline import group_unit, pipelined, run
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart, count_nonfinite
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
@@ -264,7 +264,8 @@ class QuantizedAllReduce:
                     RowPart(section=each.section, rows=row, output=output)
                     for each, row, output in zip(cut, rows, own, strict=True)
                 ]
-                self._reduction.reduce_parts(parts, call=call)
+                with profiler_range(f"sdp4bit::reduce_scatter ({self._reduction.name})"):
+                    run(pipelined(self._reduction.slices(parts, call=call)))
             # The bytes of a ring all-reduce.
             self._traffic.count_plain(round(2 * values.nbytes / topology.size))
 

@@ -16,7 +16,7 @@ from sdp4bit.collectives.topology import (
     create_topologies,
     destroy_topology,
 )
-from sdp4bit.collectives.work import SideStream, StagedCollectives, has_one_queue
+from sdp4bit.collectives.work import SideStream, has_one_queue
 from sdp4bit.config import AlertConfig, AuditConfig, SDP4BitConfig
 from sdp4bit.engines.group import GroupState
 from sdp4bit.engines.handle import CommHandle, StateDict
@@ -29,6 +29,7 @@ from sdp4bit.engines.megatron.buckets import (
 from sdp4bit.engines.megatron.communication import BucketReplica, BucketState, MegatronModelState
 from sdp4bit.engines.megatron.objects import Chunk, Optimizer
 from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
+from sdp4bit.engines.megatron.staged import StagedCollectives
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
 from sdp4bit.observe.alerts import Alerts
