@@ -164,27 +164,29 @@ class QuantizedAllReduce:
         topology: Topology,
         *,
         config: GradientConfig,
-        seed: int,
-        ranks: range,
-        bucket: int,
-        traffic: TrafficCounter,
-        scratch: Scratch,
+        seed: int = 0,
+        ranks: range | None = None,
+        bucket: int = 0,
+        traffic: TrafficCounter | None = None,
+        scratch: Scratch | None = None,
         name: str = "",
     ) -> None:
         """Create an all-reduce; sends nothing.
 
         Args:
+            seed: seed of the rounding bits, the same on all ranks.
             ranks: numbers of the members' data, in the order of the topology; part of the key of the rounding
-                bits.
+                bits. By default from 0.
             bucket: number of the reduced tensor, also part of the key; used by no other collective.
-            scratch: message buffers, shared by successive reductions.
+            traffic: counts the bytes that this rank sends.
+            scratch: message buffers, which successive reductions may share.
             name: name of the reduced tensor, for errors.
         """
         self._topology = topology
-        self._traffic = traffic
-        self._scratch = scratch
+        self._traffic = traffic or topology.counter()
+        self._scratch = scratch or Scratch()
         self._name = name or f"group {bucket}"
-        layout = topology.layout
+        layout, ranks = topology.layout, ranks or range(topology.size)
         self._pieces = PieceQuantizer(layout, config=config, seed=seed, ranks=ranks, bucket=bucket)
         reduced_over = topology
         if self._pieces.count < layout.size:
@@ -197,8 +199,8 @@ class QuantizedAllReduce:
             rank=ranks[topology.row],
             rank_step=ranks.step,
             bucket=bucket,
-            traffic=traffic,
-            scratch=scratch,
+            traffic=self._traffic,
+            scratch=self._scratch,
             name=f"{self._name} over replicas",
         )
 

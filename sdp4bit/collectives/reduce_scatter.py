@@ -124,24 +124,26 @@ class QuantizedReduceScatter:
         topology: Topology,
         *,
         config: GradientConfig,
-        seed: int,
-        rank: int,
-        bucket: int,
-        traffic: TrafficCounter,
-        scratch: Scratch,
+        seed: int = 0,
+        rank: int | None = None,
         rank_step: int = 1,
+        bucket: int = 0,
+        traffic: TrafficCounter | None = None,
+        scratch: Scratch | None = None,
         exchange: GroupExchange | None = None,
         name: str = "",
     ) -> None:
         """Create a reduction; sends nothing.
 
         Args:
+            seed: seed of the rounding bits, the same on all ranks.
             rank: number of this rank's data, unique among the summed gradients; part of the key of the
-                rounding bits.
+                rounding bits. By default its index in the topology.
             rank_step: difference between these numbers for neighbors in the group. Receivers derive the keys
                 of their senders from it.
             bucket: number of the parameter group, also part of the key.
-            scratch: message buffers, shared with other reductions.
+            traffic: counts the bytes that this rank sends.
+            scratch: message buffers, which reductions may share.
             exchange: transport of messages; by default the topology's process groups.
             name: name of the parameter group, for errors and profiles.
         """
@@ -156,11 +158,11 @@ class QuantizedReduceScatter:
         )
         """Whether this node's part of the sum is not quantized on the hop between nodes."""
         self._seed = seed
-        self._rank = rank
+        self._rank = topology.row if rank is None else rank
         self._rank_step = rank_step
         self.bucket = bucket
-        self.traffic = traffic
-        self.exchange = exchange or GroupExchange(topology, scratch)
+        self.traffic = traffic or topology.counter()
+        self.exchange = exchange or GroupExchange(topology, scratch or Scratch())
         self.name = name or f"group {bucket}"
 
     @property

@@ -46,8 +46,8 @@ class WeightReplica:
         topology: Topology,
         *,
         config: WeightConfig,
-        traffic: TrafficCounter,
-        scratch: Scratch,
+        traffic: TrafficCounter | None = None,
+        scratch: Scratch | None = None,
         sections: Sequence[Section] = (),
         values: Sequence[Range] | None = None,
         name: str = "a group",
@@ -55,6 +55,8 @@ class WeightReplica:
         """Create a replica; the first refresh allocates and sends.
 
         Args:
+            traffic: counts the bytes that this rank sends.
+            scratch: message buffers, which replicas may share.
             sections: sections that make up a row, the same on all ranks; () for a single one.
             values: ranges of a row that hold numbers. The others hold bits, which are sent as they are. None
                 for the entire row.
@@ -62,8 +64,8 @@ class WeightReplica:
         """
         self.config = config
         self._topology = topology
-        self._traffic = traffic
-        self._scratch = scratch
+        self._traffic = traffic or topology.counter()
+        self._scratch = scratch or Scratch()
         self._sections = sections
         self._values = values
         self._name = name
@@ -304,10 +306,14 @@ class WeightReplica:
             self._slot = None
 
     def gather(self, output: Tensor) -> None:
-        """Gather the rows of all ranks from this node's "node" replica to `output` [size * n]."""
+        """Gather the rows of all ranks, [size * n] in their order, from the replicas of this node."""
         topology = self._topology
         self.wait()
-        assert self.rows is not None and not self.is_full and topology.intra is not None
+        assert self.rows is not None
+        if self.is_full:
+            output.copy_(self.rows.view(-1))
+            return
+        assert topology.intra is not None
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         with profiler_range(f"sdp4bit::weight_gather ({self._name})"):
             all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))
