@@ -36,8 +36,3 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         return value
-
-
-def __dir__() -> list[str]:
-    """Return the public names, including those not imported yet."""
-    return sorted({*globals(), *__all__})

@@ -190,6 +190,7 @@ class QuantizedAllReduce:
         self._pieces = PieceQuantizer(layout, config=config, seed=seed, ranks=ranks, bucket=bucket)
         reduced_over = topology
         if self._pieces.count < layout.size:
+            # Two nodes: each reduces the same pieces, and step 5 adds the sums of both.
             node = replace(layout, ranks=tuple(layout.intra_ranks(topology.node)), nodes=1)
             reduced_over = replace(topology, layout=node, node=0, inter=None)
         self._reduction = QuantizedReduceScatter(
@@ -271,7 +272,8 @@ class QuantizedAllReduce:
             # The bytes of a ring all-reduce.
             self._traffic.count_plain(round(2 * values.nbytes / topology.size))
 
-            # 2. One message per rank.
+            # 2. One message per rank. Without slots: this call runs to its end on one stream, so the
+            # next one finds all buffers free.
             layout = self._pieces.message_layout(own, cut)
             messages = self._scratch.messages("gather send", 1, layout.nbytes, device=device)
             self._pieces.quantize(own, messages, call=call, row=topology.row, sections=cut)
@@ -279,7 +281,8 @@ class QuantizedAllReduce:
                 for each, part in zip(split_messages(messages, layout), layout.layouts, strict=True):
                     nonfinite += count_nonfinite(each, part)
 
-            # 3. and 4. All-gather between nodes, among ranks with the same local rank, then in the node.
+            # 3. and 4. All-gather between nodes, among ranks with the same local rank, then in the node. The
+            # blocks put message r = node * ranks_per_node + local rank into row r, as step 5 expects.
             if topology.inter is not None:
                 peers = self._scratch.messages("gather inter", topology.nodes, layout.nbytes, device=device)
                 what = self._what("inter")

@@ -34,7 +34,7 @@ def run(steps: Steps) -> None:
 
 def advance(under_way: Iterable[Steps]) -> list[Steps]:
     """Advance each collective by one step, in this order; return those that have not ended."""
-    ended = object()
+    ended = object()  # steps return None
     return [steps for steps in under_way if next(steps, ended) is not ended]
 
 
@@ -95,6 +95,7 @@ def slice_places(
             if left <= 0:
                 slices.append([])
                 left = length
+            # Complete groups; the slice becomes longer than `length` by less than one.
             end = min(numel, start + round_up(left, unit))
             slices[-1].append((section, slice(start, end)))
             left -= end - start

@@ -205,17 +205,14 @@ class QuantizedReduceScatter:
             ValueError: input is not size times as long as output.
         """
         with profiler_range(f"sdp4bit::reduce_scatter ({self.name})"):
-            # The sections of the rows are not kept here, so that each slice frees its own.
-            run(
-                pipelined(
-                    self.slices(
-                        self.parts(output, input, sections=sections),
-                        call=call,
-                        multiplier=multiplier,
-                        nonfinite=nonfinite,
-                    )
-                )
+            # No variable holds the sections of the rows, so each slice frees its own.
+            slices = self.slices(
+                self.parts(output, input, sections=sections),
+                call=call,
+                multiplier=multiplier,
+                nonfinite=nonfinite,
             )
+            run(pipelined(slices))
 
     def parts(self, output: Tensor, input: Tensor, *, sections: Sequence[Section] = ()) -> list[RowPart]:
         """Return the sections of the rows to reduce; see `__call__`."""
@@ -291,7 +288,7 @@ class QuantizedReduceScatter:
             index: number of the slice in the row; slices alternate between message buffers.
             overlaps: whether the current stream gets other work before it waits for a transfer.
         """
-        if not self.hops:
+        if not self.hops:  # a world of one
             for part, places in pieces:
                 part.output[places] = part.rows[0, places] * multiplier
                 part.finish()
@@ -330,14 +327,14 @@ class QuantizedReduceScatter:
             if self._keeps_own(first):
                 totals.append(_in_fp32(outputs[i]))
                 torch.mul(sources[i][first.own, 0].float(), multiplier, out=totals[i])
+                # Step 4 adds it to the total like the others.
                 messages[first.own].zero_()
         # Free the rows, which are as large as all gradients of the group, while the messages are in flight.
         pieces = [(replace(part, rows=part.rows.new_empty(0)), places) for part, places in pieces]
         del sources
 
-        # 2. The messages are complete: start their transfer.
-        received = self._buffer(first, "receive", layout, index=index, device=device)
-        transfer = self._start(first, received, sent, layout, index=index, overlaps=overlaps)
+        # 2. Meanwhile other slices start. They fill the other buffers, or these after this slice's next step.
+        transfer, received = self._start(first, sent, layout, index=index, overlaps=overlaps)
         yield
         transfer.wait()
 
@@ -376,8 +373,9 @@ class QuantizedReduceScatter:
                         part=last.own,
                     )
                     messages[last.own].zero_()
-            received = self._buffer(last, "receive", layout, index=index, device=device)
-            transfer = self._start(last, received, sent, layout, index=index, overlaps=overlaps)
+            # `sent` and `received` are the messages of this hop from here on. Those of the first hop may be
+            # reused: this stream has read them.
+            transfer, received = self._start(last, sent, layout, index=index, overlaps=overlaps)
             yield
             transfer.wait()
 
@@ -387,6 +385,7 @@ class QuantizedReduceScatter:
             part, places = pieces[i]
             total = totals[i] if self.exact_own else outputs[i]
             if nonfinite is not None:
+                # Here, before the total is changed: the own node's part is in no message.
                 nonfinite += count_nonfinite(messages, layout.layouts[i])
                 if self.exact_own:
                     nonfinite += _count_nonfinite_groups(total, layout.layouts[i].group_size)
@@ -422,12 +421,13 @@ class QuantizedReduceScatter:
         return self.exchange.messages(hop.level, use, index, nbytes=layout.nbytes, device=device)
 
     def _start(
-        self, hop: Hop, received: Tensor, sent: Tensor, layout: JointLayout, *, index: int, overlaps: bool
-    ) -> PendingExchange:
-        """Start the all-to-all of a hop.
+        self, hop: Hop, sent: Tensor, layout: JointLayout, *, index: int, overlaps: bool
+    ) -> tuple[PendingExchange, Tensor]:
+        """Start the all-to-all of a hop; return it with the messages that it receives.
 
         On CUDA it runs on the communicator's stream if other work overlaps it, else on the current one.
         """
+        received = self._buffer(hop, "receive", layout, index=index, device=sent.device)
         transfer = self.exchange.start(
             received,
             sent,
@@ -439,7 +439,7 @@ class QuantizedReduceScatter:
             what=f"quantized gradient reduce-scatter of {self.name}, all-to-all {PLACES[hop.level]}",
         )
         self.traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
-        return transfer
+        return transfer, received
 
     def _rounding_key(self, hop: Hop, call: int, part: RowPart, places: slice) -> RoundingKey | None:
         """Return this rank's key for rounding these places of a section at a hop; None for nearest."""

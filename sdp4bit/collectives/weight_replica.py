@@ -118,8 +118,10 @@ class WeightReplica:
 
         On CUDA the current stream also waits for uses of the rows on a side stream.
         """
+        # The side stream may still read or write the rows. Its event stays, for other streams that use them.
         if self._beside is not None:
             self._beside.wait()
+        # Taken first, so that an exception leaves a torn replica.
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             with torch.no_grad(), torch.inference_mode(False):
@@ -291,8 +293,8 @@ class WeightReplica:
 
             # 4. The owner's row, too, changes by its message and not by the exact difference.
             parts = split_messages(messages, layout)
-            for section, replica, part in zip(sections, replicas, parts, strict=False):
-                self.apply(part, replica.view(-1, replica.shape[-1]), section=section)
+            for section, replica, received in zip(sections, replicas, parts, strict=False):
+                self.apply(received, replica.view(-1, replica.shape[-1]), section=section)
                 section.put(replica, rows)
             if exact:
                 target, at = rows.view(-1, rows.shape[-1]), 0
@@ -314,6 +316,7 @@ class WeightReplica:
             output.copy_(self.rows.view(-1))
             return
         assert topology.intra is not None
+        # Row r = node * ranks_per_node + local rank, straight from the replica: no tensor besides the output.
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         with profiler_range(f"sdp4bit::weight_gather ({self._name})"):
             all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))

@@ -18,6 +18,7 @@ class CompletedWork(dist._Work):  # type: ignore[misc,name-defined]
         super().__init__()
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
+            # On the stream that is current now, which is the side stream inside `SideStream.run`.
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -38,6 +39,7 @@ class HostCopy:
         self._host = tensor
         self._event: torch.cuda.Event | None = None
         if tensor.device.type == "cuda":
+            # Pinned, because a copy to other memory would block the host.
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -64,6 +66,7 @@ class SideStream:
         if self._stream is None:
             function()
             return CompletedWork(self._device)
+        # The function reads tensors that the current stream writes, and overwrites those that it reads.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             function()
@@ -86,6 +89,7 @@ class DeferredWork(dist._Work):  # type: ignore[misc,name-defined]
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        # Taken first: a second wait() does nothing, even after an exception.
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
