@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import sdp4bit
+import sdp4bit.collectives
 from tests import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -159,4 +160,5 @@ def test_lists_and_tables_are_drawn_and_every_public_name_is_in_the_reference(si
     undocumented = {"__version__", "PRESETS", "megatron"}
     names = {f"sdp4bit.{name}" for name in sdp4bit.__all__ if name not in undocumented}
     names |= {f"sdp4bit.megatron.{name}" for name in sdp4bit.megatron.__all__}
+    names |= {f"sdp4bit.collectives.{name}" for name in sdp4bit.collectives.__all__}
     assert names <= ids, names - ids

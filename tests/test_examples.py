@@ -18,8 +18,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
+import sdp4bit
+from examples import by_hand
+from sdp4bit.collectives import create_topology
 from tests import ROOT
+from tests.ranks import on_ranks
+from tests.toy import POLICY, data_mesh
 
 pytest.importorskip("tyro")
 
@@ -105,6 +113,33 @@ def test_a_missing_package_of_a_trainer_is_named(name: str) -> None:
     )
     assert done.returncode == 1 and f"pip install {hidden}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@on_ranks(4)
+def test_training_by_hand_equals_fsdp2_with_the_library_bit_for_bit() -> None:
+    cpu = torch.device("cpu")
+    by_hand_losses, shard = by_hand.train(create_topology(2), steps=4, device=cpu, say=lambda _: None)
+
+    model = fully_shard(by_hand.build(), mesh=data_mesh(), mp_policy=POLICY)
+    comm = sdp4bit.quantize_communication(model, config=by_hand.CONFIG, topology=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=by_hand.LEARNING_RATE)
+    fsdp2_losses = []
+    for step in range(4):
+        loss = by_hand.loss_of(model, by_hand.batch(step, dist.get_rank(), cpu))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fsdp2_losses.append(loss.item())
+    assert comm.stats()["compression_ratio"] > 5  # weights and gradients are quantized
+    assert by_hand_losses == fsdp2_losses and by_hand_losses[-1] < by_hand_losses[0]
+    assert torch.equal(shard, torch.cat([each.to_local().flatten() for each in model.parameters()]))
+
+
+@pytest.mark.slow
+def test_the_example_by_hand_prints_what_it_does() -> None:
+    lines = run("by_hand.py")
+    assert len(losses(lines)) == 12 and losses(lines)[-1] < losses(lines)[0] - 0.2
+    assert re.fullmatch(r"sent by each rank to other nodes, per step: [\d,]+ bytes", lines[-1])
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import Tensor
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows
 from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_places
-from sdp4bit.collectives.pipeline import group_unit
+from sdp4bit.collectives.pipeline import group_unit, pipelined, run
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart, count_nonfinite
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
@@ -164,30 +164,33 @@ class QuantizedAllReduce:
         topology: Topology,
         *,
         config: GradientConfig,
-        seed: int,
-        ranks: range,
-        bucket: int,
-        traffic: TrafficCounter,
-        scratch: Scratch,
+        seed: int = 0,
+        ranks: range | None = None,
+        bucket: int = 0,
+        traffic: TrafficCounter | None = None,
+        scratch: Scratch | None = None,
         name: str = "",
     ) -> None:
         """Create an all-reduce; sends nothing.
 
         Args:
+            seed: seed of the rounding bits, the same on all ranks.
             ranks: numbers of the members' data, in the order of the topology; part of the key of the rounding
-                bits.
+                bits. By default from 0.
             bucket: number of the reduced tensor, also part of the key; used by no other collective.
-            scratch: message buffers, shared by successive reductions.
+            traffic: counts the bytes that this rank sends.
+            scratch: message buffers, which successive reductions may share.
             name: name of the reduced tensor, for errors.
         """
         self._topology = topology
-        self._traffic = traffic
-        self._scratch = scratch
+        self._traffic = traffic or topology.counter()
+        self._scratch = scratch or Scratch()
         self._name = name or f"group {bucket}"
-        layout = topology.layout
+        layout, ranks = topology.layout, ranks or range(topology.size)
         self._pieces = PieceQuantizer(layout, config=config, seed=seed, ranks=ranks, bucket=bucket)
         reduced_over = topology
         if self._pieces.count < layout.size:
+            # Two nodes: each reduces the same pieces, and step 5 adds the sums of both.
             node = replace(layout, ranks=tuple(layout.intra_ranks(topology.node)), nodes=1)
             reduced_over = replace(topology, layout=node, node=0, inter=None)
         self._reduction = QuantizedReduceScatter(
@@ -197,8 +200,8 @@ class QuantizedAllReduce:
             rank=ranks[topology.row],
             rank_step=ranks.step,
             bucket=bucket,
-            traffic=traffic,
-            scratch=scratch,
+            traffic=self._traffic,
+            scratch=self._scratch,
             name=f"{self._name} over replicas",
         )
 
@@ -264,11 +267,13 @@ class QuantizedAllReduce:
                     RowPart(section=each.section, rows=row, output=output)
                     for each, row, output in zip(cut, rows, own, strict=True)
                 ]
-                self._reduction.reduce_parts(parts, call=call)
+                with profiler_range(f"sdp4bit::reduce_scatter ({self._reduction.name})"):
+                    run(pipelined(self._reduction.slices(parts, call=call)))
             # The bytes of a ring all-reduce.
             self._traffic.count_plain(round(2 * values.nbytes / topology.size))
 
-            # 2. One message per rank.
+            # 2. One message per rank. Without slots: this call runs to its end on one stream, so the
+            # next one finds all buffers free.
             layout = self._pieces.message_layout(own, cut)
             messages = self._scratch.messages("gather send", 1, layout.nbytes, device=device)
             self._pieces.quantize(own, messages, call=call, row=topology.row, sections=cut)
@@ -276,7 +281,8 @@ class QuantizedAllReduce:
                 for each, part in zip(split_messages(messages, layout), layout.layouts, strict=True):
                     nonfinite += count_nonfinite(each, part)
 
-            # 3. and 4. All-gather between nodes, among ranks with the same local rank, then in the node.
+            # 3. and 4. All-gather between nodes, among ranks with the same local rank, then in the node. The
+            # blocks put message r = node * ranks_per_node + local rank into row r, as step 5 expects.
             if topology.inter is not None:
                 peers = self._scratch.messages("gather inter", topology.nodes, layout.nbytes, device=device)
                 what = self._what("inter")

@@ -63,6 +63,7 @@ class PendingExchange:
         Raises:
             ExchangeError: a rank has exited, or the process group's timeout has passed.
         """
+        # The works keep the buffers alive; a second call finds none.
         works, self._works = self._works, []
         start = time.monotonic()
         for index, work in enumerate(works):
@@ -105,10 +106,13 @@ def start_all_to_all(
             work = dist.all_to_all_single(received, sent, group=group, async_op=overlaps)
         return PendingExchange([work], what=what, group=group)
     rank, size = group.rank(), group.size()
+    # Every rank begins with its neighbor, so that no rank is the first peer of all others.
     peers = [(rank + i) % size for i in range(1, size)]
     with comm_error_context(what, group=group):
+        # All receives before the first send: see the top of the module.
         works = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers]
         works += [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers]
+    # While the transfers are in flight; none of them uses this row.
     received[rank].copy_(sent[rank])
     return PendingExchange(works, what=what, group=group, peers=peers * 2)
 
@@ -127,6 +131,7 @@ def start_all_gather_rows(
     """
     if not _is_pairwise(group):
         with comm_error_context(what, group=group):
+            # On the current stream, so there is nothing to wait for.
             _all_gather_native(received.view(-1), sent.view(-1), group=group)
         return PendingExchange([])
     rank, size = group.rank(), group.size()
@@ -161,6 +166,7 @@ def all_gather_blocks(
     rank, size = group.rank(), group.size()
     peers = [(rank + i) % size for i in range(1, size)]
     blocks = range(sent.shape[0])
+    # The tag is the block, because a peer sends several messages.
     with comm_error_context(what, group=group):
         works = [dist.irecv(received[k, p], group=group, group_src=p, tag=k) for p in peers for k in blocks]
         works += [dist.isend(sent[k], group=group, group_dst=p, tag=k) for p in peers for k in blocks]

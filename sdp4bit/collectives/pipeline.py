@@ -1,12 +1,19 @@
-"""Division of a row into slices, so that its two levels overlap."""
+"""Slices of a row, whose two levels overlap, and the driver of collectives that pause.
+
+A collective is a generator. It yields as soon as a transfer is in flight, and its next step waits for it.
+All ranks advance their collectives in the same order.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, SCALE_BYTES, round_up
+
+Steps = Iterator[None]
+"""A collective that pauses while a transfer is in flight."""
 
 INTRA_RATE, INTER_RATE = 300e9, 25e9
 """Assumed bytes per second and rank inside a node (NVLink of an H100) and between nodes (200 Gbit/s per GPU).
@@ -17,6 +24,30 @@ MOST_SLICES = 16
 SLICES_UNDER_WAY = 2
 """Slices of a row that use messages of one level at the same time. A slice fills its messages while its
 predecessor's are in flight; those before have been read."""
+
+
+def run(steps: Steps) -> None:
+    """Run a collective to its end."""
+    for _ in steps:
+        pass
+
+
+def advance(under_way: Iterable[Steps]) -> list[Steps]:
+    """Advance each collective by one step, in this order; return those that have not ended."""
+    ended = object()  # steps return None
+    return [steps for steps in under_way if next(steps, ended) is not ended]
+
+
+def pipelined(slices: Sequence[Steps]) -> Steps:
+    """Run slices, each one step behind its predecessor, and pause after each turn."""
+    under_way: list[Steps] = []
+    for each in slices:
+        # Newest first, so that its transfer starts before the stream waits for an older one.
+        under_way = advance([each, *under_way])
+        yield
+    while under_way:
+        under_way = advance(under_way)
+        yield
 
 
 def pipeline_chunks(numel: int, *, config: GradientConfig, nodes: int, ranks_per_node: int) -> int:
@@ -64,6 +95,7 @@ def slice_places(
             if left <= 0:
                 slices.append([])
                 left = length
+            # Complete groups; the slice becomes longer than `length` by less than one.
             end = min(numel, start + round_up(left, unit))
             slices[-1].append((section, slice(start, end)))
             left -= end - start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import GroupExchange, PendingExchange, Use
-from sdp4bit.collectives.pipeline import group_unit, slice_places
+from sdp4bit.collectives.pipeline import Steps, group_unit, pipelined, run, slice_places
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import WHOLE, Section, split_messages, whole_row
 from sdp4bit.collectives.topology import Topology
@@ -55,32 +55,26 @@ class RowPart:
 
 
 def _hops(topology: Topology, config: GradientConfig) -> list[Hop]:
-    hops = []
-    if topology.ranks_per_node > 1:
-        hops.append(
-            Hop(
-                level="intra",
-                stage=Stage.INTRA,
-                size=topology.ranks_per_node,
-                own=topology.local_rank,
-                bits=config.intra_bits,
-                group_size=config.intra_group_size,
-                rounding=config.intra_rounding,
-            )
-        )
-    if topology.nodes > 1:
-        hops.append(
-            Hop(
-                level="inter",
-                stage=Stage.INTER,
-                size=topology.nodes,
-                own=topology.node,
-                bits=config.inter_bits,
-                group_size=config.inter_group_size,
-                rounding=config.inter_rounding,
-            )
-        )
-    return hops
+    """Return the all-to-alls in order; none for a world of one."""
+    intra = Hop(
+        level="intra",
+        stage=Stage.INTRA,
+        size=topology.ranks_per_node,
+        own=topology.local_rank,
+        bits=config.intra_bits,
+        group_size=config.intra_group_size,
+        rounding=config.intra_rounding,
+    )
+    inter = Hop(
+        level="inter",
+        stage=Stage.INTER,
+        size=topology.nodes,
+        own=topology.node,
+        bits=config.inter_bits,
+        group_size=config.inter_group_size,
+        rounding=config.inter_rounding,
+    )
+    return [hop for hop in (intra, inter) if hop.size > 1]
 
 
 def as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | None:
@@ -96,6 +90,11 @@ def as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | No
 
 def _at_row(key: RoundingKey | None, row: int) -> RoundingKey | None:
     return key and key.at_row(row)
+
+
+def _in_fp32(output: Tensor) -> Tensor:
+    """Return the output itself if it is fp32, else a temporary for its sum."""
+    return output if output.dtype is torch.float32 else torch.empty_like(output, dtype=torch.float32)
 
 
 def _count_nonfinite_groups(values: Tensor, group_size: int) -> Tensor:
@@ -125,24 +124,26 @@ class QuantizedReduceScatter:
         topology: Topology,
         *,
         config: GradientConfig,
-        seed: int,
-        rank: int,
-        bucket: int,
-        traffic: TrafficCounter,
-        scratch: Scratch,
+        seed: int = 0,
+        rank: int | None = None,
         rank_step: int = 1,
+        bucket: int = 0,
+        traffic: TrafficCounter | None = None,
+        scratch: Scratch | None = None,
         exchange: GroupExchange | None = None,
         name: str = "",
     ) -> None:
         """Create a reduction; sends nothing.
 
         Args:
+            seed: seed of the rounding bits, the same on all ranks.
             rank: number of this rank's data, unique among the summed gradients; part of the key of the
-                rounding bits.
+                rounding bits. By default its index in the topology.
             rank_step: difference between these numbers for neighbors in the group. Receivers derive the keys
                 of their senders from it.
             bucket: number of the parameter group, also part of the key.
-            scratch: message buffers, shared with other reductions.
+            traffic: counts the bytes that this rank sends.
+            scratch: message buffers, which reductions may share.
             exchange: transport of messages; by default the topology's process groups.
             name: name of the parameter group, for errors and profiles.
         """
@@ -157,11 +158,11 @@ class QuantizedReduceScatter:
         )
         """Whether this node's part of the sum is not quantized on the hop between nodes."""
         self._seed = seed
-        self._rank = rank
+        self._rank = topology.row if rank is None else rank
         self._rank_step = rank_step
         self.bucket = bucket
-        self.traffic = traffic
-        self.exchange = exchange or GroupExchange(topology, scratch)
+        self.traffic = traffic or topology.counter()
+        self.exchange = exchange or GroupExchange(topology, scratch or Scratch())
         self.name = name or f"group {bucket}"
 
     @property
@@ -187,19 +188,11 @@ class QuantizedReduceScatter:
     ) -> None:
         """Reduce rows over all ranks to this rank's row of the sum, times the multiplier.
 
-        Steps, for each slice of a row (`pipeline_chunks`):
-        1. Hadamard-transform and quantize each section into one message per rank of the node.
-        2. All-to-all in the node.
-        3. Dequantize, sum over the node and requantize into one message per other node. Write the own node's
-           part of the sum to the output, transformed back.
-        4. All-to-all between nodes.
-        5. Dequantize, sum over the other nodes, transform back, add to the output.
-
-        Slices overlap: slice i + 1 is in step 2 while slice i is in step 4. At most three are in flight, and
-        the result does not depend on their number.
+        The row is reduced in slices (`pipeline_chunks`), each in the steps of `_reduce_slice`. At most three
+        are in flight, and the result does not depend on their number.
 
         Args:
-            output: [n], fp32, bf16 or fp16.
+            output: [n], fp32, bf16 or fp16; may be this rank's row of the input.
             input: [size * n] or [size, n] of contiguous rows, row r for group rank r, fp32, bf16 or fp16; not
                 changed.
             call: number of this reduction of the bucket since the start, the same on all ranks; part of the
@@ -211,54 +204,25 @@ class QuantizedReduceScatter:
         Raises:
             ValueError: input is not size times as long as output.
         """
-        self._run(
-            self.slices(
-                output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
-            )
-        )
-
-    def reduce_parts(self, parts: Sequence[RowPart], *, call: int) -> None:
-        """Reduce sections of different rows; see `__call__`."""
-        self._run(self.slices_of_parts(parts, call=call))
-
-    def _run(self, slices: Sequence[ReductionSlice]) -> None:
-        """Advance every slice in flight by one step, until all have ended."""
         with profiler_range(f"sdp4bit::reduce_scatter ({self.name})"):
-            for turn in range(len(slices) + len(self.hops) if slices else 0):
-                # Newest slice first, so that its transfer starts before the stream waits for an older one.
-                for step in range(len(self.hops) + 1):
-                    if 0 <= turn - step < len(slices):
-                        slices[turn - step].steps[step]()
-
-    def slices(
-        self,
-        output: Tensor,
-        input: Tensor,
-        *,
-        call: int,
-        multiplier: float = 1.0,
-        nonfinite: Tensor | None = None,
-        sections: Sequence[Section] = (),
-        whole: bool = False,
-    ) -> list[ReductionSlice]:
-        """Return the slices of a reduction, whose steps the caller runs; see `__call__`.
-
-        The output may be this rank's row of the input.
-
-        Args:
-            whole: use one slice. Reductions of several rows may then share message buffers if the caller
-                advances each by one step in turn, oldest first.
-        """
-        topology, numel = self.topology, output.numel()
-        if input.numel() != topology.size * numel:
-            raise ValueError(
-                f"reduce-scatter over {topology.size} ranks needs an input of {topology.size} x {numel} "
-                f"values, got {input.numel()}"
+            # No variable holds the sections of the rows, so each slice frees its own.
+            slices = self.slices(
+                self.parts(output, input, sections=sections),
+                call=call,
+                multiplier=multiplier,
+                nonfinite=nonfinite,
             )
-        if not self.hops:
-            output.copy_(input if multiplier == 1.0 else input * multiplier)
-            return []
-        rows = input.view(topology.size, numel)
+            run(pipelined(slices))
+
+    def parts(self, output: Tensor, input: Tensor, *, sections: Sequence[Section] = ()) -> list[RowPart]:
+        """Return the sections of the rows to reduce; see `__call__`."""
+        size, numel = self.topology.size, output.numel()
+        if input.numel() != size * numel:
+            raise ValueError(
+                f"reduce-scatter over {size} ranks needs an input of {size} x {numel} values, got "
+                f"{input.numel()}"
+            )
+        rows = input.view(size, numel)
         parts = []
         for section in sections or whole_row(numel):
             is_view = len(section.ranges) == 1
@@ -266,9 +230,9 @@ class QuantizedReduceScatter:
             target = None if is_view else output
             parts.append(RowPart(section=section, rows=section.take(rows), output=place, target=target))
         self.traffic.count_plain(output.nbytes)
-        return self.slices_of_parts(parts, call=call, multiplier=multiplier, nonfinite=nonfinite, whole=whole)
+        return parts
 
-    def slices_of_parts(
+    def slices(
         self,
         parts: Sequence[RowPart],
         *,
@@ -276,8 +240,13 @@ class QuantizedReduceScatter:
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
         whole: bool = False,
-    ) -> list[ReductionSlice]:
-        """Return the slices of a reduction of sections of different rows; see `slices`."""
+    ) -> list[Steps]:
+        """Return the reductions of all slices of sections, of one row or of several, for the caller to run.
+
+        Args:
+            whole: use one slice. Reductions of several rows may then share message buffers if the caller
+                advances each by one step in turn, oldest first.
+        """
         if not parts:
             return []
         lengths = [part.output.numel() for part in parts]
@@ -286,8 +255,7 @@ class QuantizedReduceScatter:
             nodes, ranks_per_node = self.topology.nodes, self.topology.ranks_per_node
             places = slice_places(lengths, config=self.config, nodes=nodes, ranks_per_node=ranks_per_node)
         return [
-            ReductionSlice(
-                self,
+            self._reduce_slice(
                 [(parts[i], there) for i, there in chosen],
                 index=index,
                 call=call,
@@ -298,7 +266,182 @@ class QuantizedReduceScatter:
             for index, chosen in enumerate(places)
         ]
 
-    def rounding_key(self, hop: Hop, call: int, part: RowPart, places: slice) -> RoundingKey | None:
+    def _reduce_slice(
+        self,
+        pieces: Sequence[tuple[RowPart, slice]],
+        *,
+        index: int,
+        call: int,
+        multiplier: float,
+        nonfinite: Tensor | None,
+        overlaps: bool,
+    ) -> Steps:
+        """Reduce places of sections (paper, algorithm 3), which share a message per destination and hop.
+
+        Steps:
+        1. Transform and quantize one message per rank of the first hop.
+        2. All-to-all in the node, or between nodes if there is no other hop.
+        3. With two levels: sum over the node, requantize one message per node; all-to-all between nodes.
+        4. Sum the messages of the last hop, transform back, and write the output.
+
+        Args:
+            index: number of the slice in the row; slices alternate between message buffers.
+            overlaps: whether the current stream gets other work before it waits for a transfer.
+        """
+        if not self.hops:  # a world of one
+            for part, places in pieces:
+                part.output[places] = part.rows[0, places] * multiplier
+                part.finish()
+            return
+        (first, *second), last = self.hops, self.hops[-1]
+        inverse = multiplier * INVERSE_FACTOR if self.hadamard else multiplier
+        sections = [part.section for part, _ in pieces]
+        outputs = [part.output[places] for part, places in pieces]
+        totals: list[Tensor] = []  # the own node's part of each sum, if it is not sent
+        device = outputs[0].device
+
+        # 1. Row r = node * ranks_per_node + local rank. The ranks of a node get rows of all nodes: their own
+        # ones and those that they forward.
+        grid = self.topology.nodes, self.topology.ranks_per_node
+        sources = [part.rows.unflatten(0, grid)[..., places] for part, places in pieces]
+        if first.level == "intra":
+            sources = [source.transpose(0, 1) for source in sources]  # by destination
+        layout = JointLayout(
+            tuple(
+                first.layout(source.shape[2], parts=source.shape[1], section=section)
+                for source, section in zip(sources, sections, strict=True)
+            )
+        )
+        sent = self._buffer(first, "send", layout, index=index, device=device)
+        keys = [self._rounding_key(first, call, part, places) for part, places in pieces]
+        for i, messages in enumerate(split_messages(sent, layout)):
+            one = layout.layouts[i]
+            for others in self._others(first):
+                ops.hadamard_quantize(
+                    sources[i][others],
+                    out=messages[others],
+                    layout=one,
+                    hadamard=self.hadamard,
+                    rounding=_at_row(keys[i], others.start * one.parts),
+                )
+            if self._keeps_own(first):
+                totals.append(_in_fp32(outputs[i]))
+                torch.mul(sources[i][first.own, 0].float(), multiplier, out=totals[i])
+                # Step 4 adds it to the total like the others.
+                messages[first.own].zero_()
+        # Free the rows, which are as large as all gradients of the group, while the messages are in flight.
+        pieces = [(replace(part, rows=part.rows.new_empty(0)), places) for part, places in pieces]
+        del sources
+
+        # 2. Meanwhile other slices start. They fill the other buffers, or these after this slice's next step.
+        transfer, received = self._start(first, sent, layout, index=index, overlaps=overlaps)
+        yield
+        transfer.wait()
+
+        # 3. Without transforming back, because both hops have the same Hadamard blocks.
+        if second:
+            arrived, before = split_messages(received, layout), layout.layouts
+            dithers = self._dithers(first, keys, layout)
+            layout = JointLayout(
+                tuple(
+                    last.layout(each.numel, parts=1, section=section)
+                    for each, section in zip(before, sections, strict=True)
+                )
+            )
+            sent = self._buffer(last, "send", layout, index=index, device=device)
+            keys = [self._rounding_key(last, call, part, places) for part, places in pieces]
+            for i, messages in enumerate(split_messages(sent, layout)):
+                for others in self._others(last):
+                    ops.dequantize_reduce_quantize(
+                        arrived[i],
+                        received=before[i],
+                        out=messages[others],
+                        sent=layout.layouts[i],
+                        rounding=_at_row(keys[i], others.start),
+                        dither=_at_row(dithers[i], others.start),
+                        first_part=others.start,
+                    )
+                if self._keeps_own(last):
+                    totals.append(_in_fp32(outputs[i]))
+                    ops.dequantize_reduce_hadamard(
+                        arrived[i],
+                        out=totals[i],
+                        layout=before[i],
+                        hadamard=self.hadamard,
+                        multiplier=inverse,
+                        dither=_at_row(dithers[i], last.own),
+                        part=last.own,
+                    )
+                    messages[last.own].zero_()
+            # `sent` and `received` are the messages of this hop from here on. Those of the first hop may be
+            # reused: this stream has read them.
+            transfer, received = self._start(last, sent, layout, index=index, overlaps=overlaps)
+            yield
+            transfer.wait()
+
+        # 4. The own node's message is zero if the total already has its part.
+        dithers = self._dithers(last, keys, layout)
+        for i, messages in enumerate(split_messages(received, layout)):
+            part, places = pieces[i]
+            total = totals[i] if self.exact_own else outputs[i]
+            if nonfinite is not None:
+                # Here, before the total is changed: the own node's part is in no message.
+                nonfinite += count_nonfinite(messages, layout.layouts[i])
+                if self.exact_own:
+                    nonfinite += _count_nonfinite_groups(total, layout.layouts[i].group_size)
+            ops.dequantize_reduce_hadamard(
+                messages,
+                out=total,
+                layout=layout.layouts[i],
+                hadamard=self.hadamard,
+                multiplier=inverse,
+                dither=dithers[i],
+                accumulate=self.exact_own,
+            )
+            if total.dtype != outputs[i].dtype:
+                outputs[i].copy_(total)
+            if places.stop == part.output.numel():  # slices end in order, so the section is complete
+                part.finish()
+
+    def _keeps_own(self, hop: Hop) -> bool:
+        return self.exact_own and hop.level == "inter"
+
+    def _others(self, hop: Hop) -> list[slice]:
+        """Return the destinations of a hop that get quantized messages."""
+        if not self._keeps_own(hop):
+            return [slice(0, hop.size)]
+        both = slice(0, hop.own), slice(hop.own + 1, hop.size)
+        return [each for each in both if each.start < each.stop]
+
+    def _buffer(self, hop: Hop, use: Use, layout: JointLayout, *, index: int, device: torch.device) -> Tensor:
+        """Return messages [size, nbytes] from the scratch of the current stream.
+
+        That stream waits for the transfer before it uses them again.
+        """
+        return self.exchange.messages(hop.level, use, index, nbytes=layout.nbytes, device=device)
+
+    def _start(
+        self, hop: Hop, sent: Tensor, layout: JointLayout, *, index: int, overlaps: bool
+    ) -> tuple[PendingExchange, Tensor]:
+        """Start the all-to-all of a hop; return it with the messages that it receives.
+
+        On CUDA it runs on the communicator's stream if other work overlaps it, else on the current one.
+        """
+        received = self._buffer(hop, "receive", layout, index=index, device=sent.device)
+        transfer = self.exchange.start(
+            received,
+            sent,
+            level=hop.level,
+            # Concurrent reductions of several groups share process groups. gloo's tags are C ints, and groups
+            # 2**15 apart are not reduced at the same time.
+            tag=(self.bucket % (1 << 15) << 16) + index,
+            overlaps=overlaps,
+            what=f"quantized gradient reduce-scatter of {self.name}, all-to-all {PLACES[hop.level]}",
+        )
+        self.traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
+        return transfer, received
+
+    def _rounding_key(self, hop: Hop, call: int, part: RowPart, places: slice) -> RoundingKey | None:
         """Return this rank's key for rounding these places of a section at a hop; None for nearest."""
         if hop.rounding == "nearest":
             return None
@@ -307,10 +450,19 @@ class QuantizedReduceScatter:
             # Senders to the same receiver share the key of the first one, so that the receiver can derive it.
             apart = 1 if hop.level == "intra" else self.topology.ranks_per_node
             rank -= hop.own * apart * self._rank_step
-        stream = pack_stream(step=call, bucket=self.bucket, stage=hop.stage, rank=rank)
-        keys = derive_keys(self._seed, stream)
+        step = part.section.call(call)
+        keys = derive_keys(self._seed, pack_stream(step=step, bucket=self.bucket, stage=hop.stage, rank=rank))
+        # Bits are indexed by a value's place in its section, so the result does not depend on slicing.
         stride = round_up(part.output.numel(), BLOCK)
         return RoundingKey(*keys, first=places.start, row_stride=stride, dither=dither, sender=hop.own)
+
+    @staticmethod
+    def _dithers(
+        hop: Hop, keys: Sequence[RoundingKey | None], layout: JointLayout
+    ) -> list[RoundingKey | None]:
+        """Return the keys with which the dither of the messages received on a hop is subtracted."""
+        pairs = zip(keys, layout.layouts, strict=True)
+        return [as_dither(key, row=hop.own * one.parts) for key, one in pairs]
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return these values in fp32 as another node receives them through all hops, without a sum.
@@ -347,201 +499,3 @@ class QuantizedReduceScatter:
             return None
         stream = pack_stream(step=0, bucket=0, stage=hop.stage, rank=0)
         return RoundingKey(*derive_keys(self._seed, stream), dither=hop.rounding == "dither")
-
-
-class ReductionSlice:
-    """Parts of sections that share a message per destination and hop.
-
-    Random bits are indexed by a value's place in its section, so the result does not depend on slicing.
-    """
-
-    def __init__(
-        self,
-        reduction: QuantizedReduceScatter,
-        pieces: list[tuple[RowPart, slice]],
-        *,
-        index: int,
-        call: int,
-        multiplier: float,
-        nonfinite: Tensor | None,
-        overlaps: bool,
-    ) -> None:
-        """Create a slice; see QuantizedReduceScatter.__call__.
-
-        Args:
-            index: number of the slice in the row; slices alternate between message buffers.
-            overlaps: whether the current stream gets other work before it waits for a transfer.
-        """
-        self._reduction = reduction
-        self._pieces = pieces
-        self._index = index
-        self._calls = [part.section.call(call) for part, _ in pieces]
-        self._multiplier = multiplier
-        self._nonfinite = nonfinite
-        self._overlaps = overlaps
-        self._device = pieces[0][0].rows.device
-        self._sums: list[Tensor] = []
-        """Sums of the sections in fp32, initialized with the own node's part if that is not sent."""
-
-    @property
-    def steps(self) -> tuple[Callable[[], None], ...]:
-        """The calls to make, in this order on all ranks; all but the last leave a transfer in flight."""
-        # Not an attribute, because the reference cycle would keep the buffers until a garbage collection.
-        two_levels = len(self._reduction.hops) > 1
-        return (self.send, self.forward, self.finish) if two_levels else (self.send, self.finish)
-
-    def send(self) -> None:
-        """Transform and quantize all sections into one message per rank of the first hop; send them."""
-        reduction, hop = self._reduction, self._reduction.hops[0]
-        nodes, ranks_per_node = reduction.topology.nodes, reduction.topology.ranks_per_node
-        sources = []
-        for part, places in self._pieces:
-            grid = part.rows.unflatten(0, (nodes, ranks_per_node))[..., places]
-            sources.append(grid.transpose(0, 1) if hop.level == "intra" else grid)  # by destination
-        layout = JointLayout(
-            tuple(
-                hop.layout(source.shape[2], parts=source.shape[1], section=part.section)
-                for source, (part, _) in zip(sources, self._pieces, strict=True)
-            )
-        )
-        sent = self._buffer(hop, "send", layout)
-        rounding = self._rounding(hop)
-        for i, out in enumerate(split_messages(sent, layout)):
-            for others in self._others(hop):
-                ops.hadamard_quantize(
-                    sources[i][others],
-                    out=out[others],
-                    layout=layout.layouts[i],
-                    hadamard=reduction.hadamard,
-                    rounding=_at_row(rounding[i], others.start * layout.layouts[i].parts),
-                )
-            if self._keeps_own(hop):
-                own = sources[i][hop.own, 0].float()
-                torch.mul(own, self._multiplier, out=self._add_sum(i))
-                out[hop.own].zero_()
-        # Free the rows, which are as large as all gradients of the group.
-        self._pieces = [(replace(part, rows=part.rows.new_empty(0)), places) for part, places in self._pieces]
-        self._start(hop, sent, layout, rounding)
-
-    def forward(self) -> None:
-        """Sum over the node and requantize all sections into one message per node; send them."""
-        intra, hop = self._reduction.hops
-        self._transfer.wait()
-        before, dithers = self._layout, self._dithers(intra)
-        layout = JointLayout(
-            tuple(
-                hop.layout(each.numel, parts=1, section=part.section)
-                for each, (part, _) in zip(before.layouts, self._pieces, strict=True)
-            )
-        )
-        sent = self._buffer(hop, "send", layout)
-        rounding = self._rounding(hop)
-        received = split_messages(self._received, before)
-        for i, out in enumerate(split_messages(sent, layout)):
-            for others in self._others(hop):
-                ops.dequantize_reduce_quantize(
-                    received[i],
-                    received=before.layouts[i],
-                    out=out[others],
-                    sent=layout.layouts[i],
-                    rounding=_at_row(rounding[i], others.start),
-                    dither=_at_row(dithers[i], others.start),
-                    first_part=others.start,
-                )
-            if self._keeps_own(hop):
-                ops.dequantize_reduce_hadamard(
-                    received[i],
-                    out=self._add_sum(i),
-                    layout=before.layouts[i],
-                    hadamard=self._reduction.hadamard,
-                    multiplier=self._factor,
-                    dither=_at_row(dithers[i], hop.own),
-                    part=hop.own,
-                )
-                out[hop.own].zero_()
-        self._start(hop, sent, layout, rounding)
-
-    def finish(self) -> None:
-        """Sum the messages of the last hop, transform back, and write the outputs."""
-        reduction, exact_own = self._reduction, self._reduction.exact_own
-        self._transfer.wait()
-        dithers = self._dithers(reduction.hops[-1])
-        for i, messages in enumerate(split_messages(self._received, self._layout)):
-            (part, places), layout = self._pieces[i], self._layout.layouts[i]
-            output = part.output[places]
-            total = self._sums[i] if exact_own else output
-            if self._nonfinite is not None:
-                self._nonfinite += count_nonfinite(messages, layout)
-                if exact_own:
-                    self._nonfinite += _count_nonfinite_groups(total, layout.group_size)
-            ops.dequantize_reduce_hadamard(
-                messages,  # the own node's is zero if the total already has its part
-                out=total,
-                layout=layout,
-                hadamard=reduction.hadamard,
-                multiplier=self._factor,
-                dither=dithers[i],
-                accumulate=exact_own,
-            )
-            if total.dtype != output.dtype:
-                output.copy_(total)
-            if places.stop == part.output.numel():  # slices end in order
-                part.finish()
-
-    @property
-    def _factor(self) -> float:
-        return self._multiplier * INVERSE_FACTOR if self._reduction.hadamard else self._multiplier
-
-    def _keeps_own(self, hop: Hop) -> bool:
-        return self._reduction.exact_own and hop.level == "inter"
-
-    def _others(self, hop: Hop) -> list[slice]:
-        """Return the destinations of a hop that get quantized messages."""
-        if not self._keeps_own(hop):
-            return [slice(0, hop.size)]
-        both = slice(0, hop.own), slice(hop.own + 1, hop.size)
-        return [each for each in both if each.start < each.stop]
-
-    def _add_sum(self, i: int) -> Tensor:
-        """Return the tensor for a section's sum: the output if it is fp32, else a temporary."""
-        part, places = self._pieces[i]
-        output = part.output[places]
-        self._sums.append(
-            torch.empty_like(output, dtype=torch.float32) if output.dtype is not torch.float32 else output
-        )
-        return self._sums[i]
-
-    def _start(self, hop: Hop, sent: Tensor, layout: JointLayout, rounding: list[RoundingKey | None]) -> None:
-        """Start the all-to-all of a hop.
-
-        On CUDA it runs on the communicator's stream if other work overlaps it, else on the current one. Both
-        buffers belong to the scratch of the current stream, so their next use comes after the wait.
-        """
-        reduction = self._reduction
-        self._layout, self._sent_by = layout, rounding
-        self._received = self._buffer(hop, "receive", layout)
-        self._transfer: PendingExchange = reduction.exchange.start(
-            self._received,
-            sent,
-            level=hop.level,
-            # Concurrent reductions of several groups share process groups. gloo's tags are C ints, and groups
-            # 2**15 apart are not reduced at the same time.
-            tag=(reduction.bucket % (1 << 15) << 16) + self._index,
-            overlaps=self._overlaps,
-            what=f"quantized gradient reduce-scatter of {reduction.name}, all-to-all {PLACES[hop.level]}",
-        )
-        reduction.traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
-
-    def _buffer(self, hop: Hop, use: Use, layout: JointLayout) -> Tensor:
-        return self._reduction.exchange.messages(
-            hop.level, use, self._index, nbytes=layout.nbytes, device=self._device
-        )
-
-    def _rounding(self, hop: Hop) -> list[RoundingKey | None]:
-        pairs = zip(self._calls, self._pieces, strict=True)
-        return [self._reduction.rounding_key(hop, call, *piece) for call, piece in pairs]
-
-    def _dithers(self, hop: Hop) -> list[RoundingKey | None]:
-        """Return the keys with which the dither of the messages received on a hop is subtracted."""
-        pairs = zip(self._sent_by, self._layout.layouts, strict=True)
-        return [as_dither(key, row=hop.own * layout.parts) for key, layout in pairs]

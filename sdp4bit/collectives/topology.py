@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdp4bit.collectives.errors import job_timeout
+from sdp4bit.traffic import TrafficCounter
 
 TopologySpec = str | int | DeviceMesh
 """The user's choice: "auto" (by host name), ranks per node, or an (inter, intra) mesh."""
@@ -150,6 +151,25 @@ class Topology:
     def row(self) -> int:
         """This rank's index in the group."""
         return self.node * self.ranks_per_node + self.local_rank
+
+    def counter(self) -> TrafficCounter:
+        """Return a counter of the bytes that this rank sends."""
+        return TrafficCounter(nodes=self.nodes, ranks_per_node=self.ranks_per_node)
+
+
+def create_topology(spec: str | int = "auto") -> Topology:
+    """Create the topology of all ranks of the job, and its process groups; collective.
+
+    Args:
+        spec: "auto" takes ranks with the same host name as a node. An int is the number of ranks per node.
+
+    Raises:
+        ValueError: the ranks do not fill the nodes.
+    """
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_name())
+    layout = arrange(range(len(hosts)), node_labels(spec, hosts=hosts))
+    return create_topologies([layout])[layout.ranks]
 
 
 def create_topologies(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import PendingExchange, all_gather_blocks, start_all_gather_rows
+from sdp4bit.collectives.pipeline import Steps, run
 from sdp4bit.collectives.reduce_scatter import count_nonfinite
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import (
@@ -46,8 +46,8 @@ class WeightReplica:
         topology: Topology,
         *,
         config: WeightConfig,
-        traffic: TrafficCounter,
-        scratch: Scratch,
+        traffic: TrafficCounter | None = None,
+        scratch: Scratch | None = None,
         sections: Sequence[Section] = (),
         values: Sequence[Range] | None = None,
         name: str = "a group",
@@ -55,6 +55,8 @@ class WeightReplica:
         """Create a replica; the first refresh allocates and sends.
 
         Args:
+            traffic: counts the bytes that this rank sends.
+            scratch: message buffers, which replicas may share.
             sections: sections that make up a row, the same on all ranks; () for a single one.
             values: ranges of a row that hold numbers. The others hold bits, which are sent as they are. None
                 for the entire row.
@@ -62,12 +64,12 @@ class WeightReplica:
         """
         self.config = config
         self._topology = topology
-        self._traffic = traffic
-        self._scratch = scratch
+        self._traffic = traffic or topology.counter()
+        self._scratch = scratch or Scratch()
         self._sections = sections
         self._values = values
         self._name = name
-        self._pending: Callable[[], None] | None = None
+        self._refresh: Steps | None = None  # in flight
         self._is_unfinished = False  # from the start of a refresh until all of it has been applied
         self._slot: int | None = None  # of the message buffers; kept if an exception interrupts a refresh
         self._beside: CompletedWork | None = None
@@ -104,25 +106,35 @@ class WeightReplica:
     @property
     def is_pending(self) -> bool:
         """Whether a refresh is in flight, so that the rows must not be read."""
-        return self._pending is not None
+        return self._refresh is not None
 
     @property
     def is_torn(self) -> bool:
         """Whether an exception has interrupted a refresh, so that ranks may hold different rows."""
-        return self._is_unfinished and self._pending is None
+        return self._is_unfinished and self._refresh is None
 
     def wait(self) -> None:
         """Finish the refresh in flight, if any; collective over the node.
 
         On CUDA the current stream also waits for uses of the rows on a side stream.
         """
+        # The side stream may still read or write the rows. Its event stays, for other streams that use them.
         if self._beside is not None:
             self._beside.wait()
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        # Taken first, so that an exception leaves a torn replica.
+        refresh, self._refresh = self._refresh, None
+        if refresh is not None:
             with torch.no_grad(), torch.inference_mode(False):
-                pending()
+                run(refresh)
             self._is_unfinished = False
+
+    def _start(self, refresh: Steps) -> None:
+        self._is_unfinished = True
+        # No inference tensors, because training updates the rows in place.
+        with torch.inference_mode(False):
+            next(refresh)
+        # Only now: an exception above leaves a torn replica, and no refresh to wait for.
+        self._refresh = refresh
 
     def run_beside(self, stream: SideStream, function: Callable[[], None]) -> CompletedWork:
         """Run a refresh or gather on a side stream; later uses of the rows wait for it."""
@@ -132,26 +144,36 @@ class WeightReplica:
     def start_full_refresh(self, row: Tensor, *, ranges: Sequence[Range] | None = None) -> None:
         """Start sending rows in full precision; after wait() the replica equals the rows of all ranks.
 
-        Steps: 1. All-gather between nodes. 2. "full", in wait(): all-gather of the result in the node.
-
         Args:
             row: [n], the next replica of this rank's shard, contiguous; must not change until wait().
             ranges: ranges of the row that may have changed, the same on all ranks; None for the entire row.
         """
         self.wait()
-        self._is_unfinished = True
-        self.nonfinite = self._is_nonfinite(row)
+        self._start(self._send_rows(row, ranges))
+
+    def _send_rows(self, row: Tensor, ranges: Sequence[Range] | None) -> Steps:
+        """Send rows in full precision.
+
+        Steps:
+        1. All-gather between nodes.
+        2. "full": all-gather of the result in the node.
+        3. If only ranges were sent, copy them to their places.
+        """
         topology, numel = self._topology, row.numel()
+        self.nonfinite = self._is_nonfinite(row)
         shape = (topology.nodes, topology.ranks_per_node, numel) if self.is_full else (topology.nodes, numel)
-        # No inference tensors, because training updates the rows in place.
-        with torch.inference_mode(False), profiler_range(f"sdp4bit::full_refresh ({self._name})"):
-            if self.rows is None or self.rows.shape != shape or self.rows.dtype != row.dtype:
-                self.rows, ranges = torch.empty(shape, dtype=row.dtype, device=row.device), None
-            target = self.rows
+        with profiler_range(f"sdp4bit::full_refresh ({self._name})"):
+            rows = self.rows
+            if rows is None or rows.shape != shape or rows.dtype != row.dtype:
+                rows, ranges = torch.empty(shape, dtype=row.dtype, device=row.device), None
+                self.rows = rows
+            target = rows
             if ranges is not None:
                 row = torch.cat([row[start:end] for start, end in ranges])
                 target = row.new_empty(*shape[:-1], row.numel())
-            peers = target  # [nodes, n], the rows of this rank's peers between nodes
+
+            # 1. The rows of this rank's peers between nodes, [nodes, n].
+            peers = target
             if self.is_full:
                 alone = topology.intra is None
                 peers = target[:, 0] if alone else row.new_empty(topology.nodes, row.numel())
@@ -162,27 +184,20 @@ class WeightReplica:
                 what = self._what("full-precision", "inter")
                 transfer = start_all_gather_rows(peers, row, topology.inter, what=what)
                 self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
-        # The partial keeps the row alive while the transfer reads it.
-        self._pending = partial(self._finish_full, transfer, row, peers, target, ranges)
-
-    def _finish_full(
-        self,
-        transfer: PendingExchange,
-        row: Tensor,
-        peers: Tensor,
-        target: Tensor,
-        ranges: Sequence[Range] | None,
-    ) -> None:
-        topology = self._topology
+        # This frame keeps the row alive while the transfer reads it.
+        yield
         transfer.wait()
+
+        # 2. Node by node, so that ranks end in the order of the group.
         if self.is_full and topology.intra is not None:
             all_gather_blocks(target, peers, topology.intra, what=self._what("full-precision", "intra"))
             nbytes = row.nbytes * topology.nodes
             self._traffic.count_bytes(nbytes, level="intra", peers=topology.ranks_per_node - 1)
+
+        # 3. Without ranges the target is the replica.
         if ranges is not None:
-            assert self.rows is not None
             for (start, end), part in zip(ranges, target.split([b - a for a, b in ranges], -1), strict=True):
-                self.rows[..., start:end] = part
+                rows[..., start:end] = part
 
     def start_quantized_refresh(
         self, row: Tensor, *, ranges: Sequence[Range] | None = None, bits: Tensor | None = None
@@ -192,12 +207,6 @@ class WeightReplica:
         Every rank, the owner of a row included, applies the same dequantized difference. So all copies stay
         bit-identical, and the rounding error is part of the next difference.
 
-        Steps:
-        1. Subtract and quantize each section; append the ranges that hold bits.
-        2. All-gather of one message between nodes.
-        3. "full", in wait(): all-gather of the messages in the node.
-        4. In wait(): dequantize and add each section; copy the bits.
-
         Args:
             row: [n], this rank's main shard.
             ranges: ranges of the row that may have changed, the same on all ranks; None for the entire row.
@@ -205,12 +214,11 @@ class WeightReplica:
         """
         self.wait()
         assert self.rows is not None
-        topology, device = self._topology, row.device
         if self.bits is None:
             if ranges is None or ranges:
                 self.start_full_refresh(row.to(self.rows.dtype), ranges=ranges)
             return
-        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=row.device)
         if self.rows.dtype == torch.float16:
             # A finite weight plus a finite difference may overflow fp16, but not bf16.
             self.nonfinite = self._is_nonfinite(row.to(torch.float16))
@@ -223,13 +231,26 @@ class WeightReplica:
         if ranges is not None:
             within = [section.within(ranges) for section in sections]
             sections = [section for section in within if section.ranges]
-        if not sections and not exact:
-            return
-        self._is_unfinished = True
+        if sections or exact:
+            bits = row if bits is None else bits
+            self._start(self._send_differences(row, bits, self.rows, sections=sections, exact=exact))
+
+    def _send_differences(
+        self, row: Tensor, bits: Tensor, rows: Tensor, *, sections: Sequence[Section], exact: Sequence[Range]
+    ) -> Steps:
+        """Send quantized differences (paper, algorithm 2).
+
+        Steps:
+        1. Subtract and quantize each section; append the exact ranges, which hold bits.
+        2. All-gather of one message between nodes.
+        3. "full": all-gather of the messages in the node.
+        4. Dequantize and add each section; copy the bits.
+        """
+        topology, device = self._topology, row.device
         with profiler_range(f"sdp4bit::weight_refresh ({self._name})"):
+            # 1. Transfers of several replicas may be in flight on this stream, so each takes a slot.
             layout = self.message_layout(sections, exact=exact)
-            replicas = [section.take(self.rows) for section in sections]
-            # Transfers of several replicas may be in flight on this stream.
+            replicas = [section.take(rows) for section in sections]
             if self._slot is None:
                 self._slot = self._scratch.take_slot()
             own = self._scratch.messages(f"send {self._slot}", 1, layout.nbytes, device=device)
@@ -238,10 +259,11 @@ class WeightReplica:
                 self.quantize(section.take(row), self._own(replica), out[0], section=section)
                 self.nonfinite |= count_nonfinite(out, part) > 0
             if exact:
-                source = (row if bits is None else bits).to(self.rows.dtype)
-                sent = torch.cat([source[start:end] for start, end in exact]).view(torch.uint8)
-                outs[-1][0, : sent.numel()] = sent
+                bits = bits.to(rows.dtype)
+                bits = torch.cat([bits[start:end] for start, end in exact]).view(torch.uint8)
+                outs[-1][0, : bits.numel()] = bits
 
+            # 2. Message i is that of this rank's peer on node i.
             name = f"inter receive {self._slot}"
             messages = self._scratch.messages(name, topology.nodes, layout.nbytes, device=device)
             transfer = PendingExchange([])
@@ -251,51 +273,50 @@ class WeightReplica:
                 what = self._what("quantized", "inter")
                 transfer = start_all_gather_rows(messages, own[0], topology.inter, what=what)
                 self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
-        self._pending = partial(self._finish_quantized, transfer, messages, sections, replicas, exact, layout)
+        # The transfer reads the message alone. The caller may have copied the main shard to pass it.
+        del row, bits
+        yield
 
-    def _finish_quantized(
-        self,
-        transfer: PendingExchange,
-        messages: Tensor,
-        sections: Sequence[Section],
-        replicas: Sequence[Tensor],
-        exact: Sequence[Range],
-        layout: JointLayout,
-    ) -> None:
-        topology = self._topology
-        assert self.rows is not None
         with profiler_range(f"sdp4bit::weight_refresh ({self._name})"):
             transfer.wait()
+            # 3. In the order of the rows, so that one launch applies all messages. This stream reads them
+            # before it waits for another replica, so all replicas share the buffer.
             if self.is_full and topology.intra is not None:
                 gathered = self._scratch.messages(
-                    "intra receive", topology.size, layout.nbytes, device=messages.device
+                    "intra receive", topology.size, layout.nbytes, device=device
                 )
-                # In the order of the rows, so that one launch applies all messages.
                 blocks = gathered.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
                 all_gather_blocks(blocks, messages, topology.intra, what=self._what("quantized", "intra"))
                 copies, peers = topology.nodes, topology.ranks_per_node - 1
                 self._traffic.count_messages(layout, level="intra", peers=peers, copies=copies)
                 messages = gathered
+
+            # 4. The owner's row, too, changes by its message and not by the exact difference.
             parts = split_messages(messages, layout)
-            for section, replica, part in zip(sections, replicas, parts, strict=False):
-                rows = replica.view(-1, replica.shape[-1]) if self.is_full else replica
-                self.apply(part, rows, section=section)
-                section.put(replica, self.rows)
+            for section, replica, received in zip(sections, replicas, parts, strict=False):
+                self.apply(received, replica.view(-1, replica.shape[-1]), section=section)
+                section.put(replica, rows)
             if exact:
-                rows, at = self.rows.view(-1, self.rows.shape[-1]), 0
-                received = parts[-1].view(self.rows.dtype)
+                target, at = rows.view(-1, rows.shape[-1]), 0
+                received = parts[-1].view(rows.dtype)
                 for start, end in exact:
-                    rows[:, start:end] = received[:, at : at + end - start]
+                    target[:, start:end] = received[:, at : at + end - start]
                     at += end - start
+            # After an exception the slot stays taken, because peers may still write to its buffers.
             assert self._slot is not None
             self._scratch.free_slot(self._slot)
             self._slot = None
 
     def gather(self, output: Tensor) -> None:
-        """Gather the rows of all ranks from this node's "node" replica to `output` [size * n]."""
+        """Gather the rows of all ranks, [size * n] in their order, from the replicas of this node."""
         topology = self._topology
         self.wait()
-        assert self.rows is not None and not self.is_full and topology.intra is not None
+        assert self.rows is not None
+        if self.is_full:
+            output.copy_(self.rows.view(-1))
+            return
+        assert topology.intra is not None
+        # Row r = node * ranks_per_node + local rank, straight from the replica: no tensor besides the output.
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         with profiler_range(f"sdp4bit::weight_gather ({self._name})"):
             all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ class CompletedWork(dist._Work):  # type: ignore[misc,name-defined]
         super().__init__()
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
+            # On the stream that is current now, which is the side stream inside `SideStream.run`.
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -39,6 +39,7 @@ class HostCopy:
         self._host = tensor
         self._event: torch.cuda.Event | None = None
         if tensor.device.type == "cuda":
+            # Pinned, because a copy to other memory would block the host.
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -47,17 +48,6 @@ class HostCopy:
     def arrived(self) -> Tensor | None:
         """Return the copy if it has arrived, else None."""
         return self._host if self._event is None or self._event.query() else None
-
-
-class JointWork:
-    """Several works as one."""
-
-    def __init__(self, *works: Any) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class SideStream:
@@ -76,65 +66,11 @@ class SideStream:
         if self._stream is None:
             function()
             return CompletedWork(self._device)
+        # The function reads tensors that the current stream writes, and overwrites those that it reads.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             function()
             return CompletedWork(self._device)
-
-
-class StagedCollectives:
-    """Runs multi-step collectives on a side stream and advances all of them by a step when another starts.
-
-    A step ends with a transfer in flight, whose result the next step reads. So no kernel is issued directly
-    after its transfer. If all streams of a device share one hardware queue (`has_one_queue`), such a kernel
-    would block everything issued after it, computation included.
-    """
-
-    def __init__(self, device: torch.device, stream: SideStream) -> None:
-        self._device = device
-        self._stream = stream
-        self._under_way: list[StagedWork] = []
-
-    def start(self, steps: Iterator[None]) -> StagedWork:
-        """Advance each collective in flight by a step, oldest first, and start this one."""
-        work = StagedWork(self, steps, device=self._device)
-        self._under_way.append(work)
-        self._advance()
-        return work
-
-    def finish(self) -> None:
-        """Complete all collectives, in the same order on all ranks."""
-        while self._under_way:
-            self._advance()
-
-    def _advance(self) -> None:
-        self._stream.run(self._do_steps)
-
-    def _do_steps(self) -> None:
-        for work in self._under_way:
-            work.advance()
-        self._under_way = [work for work in self._under_way if work.completed is None]
-
-
-class StagedWork:
-    """A collective with several steps."""
-
-    def __init__(self, staged: StagedCollectives, steps: Iterator[None], *, device: torch.device) -> None:
-        self._staged = staged
-        self._device = device
-        self._steps = steps
-        self.completed: CompletedWork | None = None  # set once the last step has been issued
-
-    def advance(self) -> None:
-        try:
-            next(self._steps)
-        except StopIteration:
-            self.completed = CompletedWork(self._device)
-
-    def wait(self) -> None:
-        self._staged.finish()
-        assert self.completed is not None
-        self.completed.wait()
 
 
 def has_one_queue(device: torch.device) -> bool:
@@ -153,6 +89,7 @@ class DeferredWork(dist._Work):  # type: ignore[misc,name-defined]
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        # Taken first: a second wait() does nothing, even after an exception.
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

@@ -16,14 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.exchange import start_all_to_all
-from sdp4bit.collectives.topology import (
-    Topology,
-    arrange,
-    create_topologies,
-    destroy_topology,
-    host_name,
-    node_labels,
-)
+from sdp4bit.collectives.topology import Topology, create_topology, destroy_topology, host_name
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
@@ -91,7 +84,7 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     """
     device, rounds = ranks.device, config.rounds
     hosts = gather_over_ranks(host_name(), what="names of the hosts")
-    topology = run_on_all_ranks(lambda: _topology(config, hosts))
+    topology = run_on_all_ranks(lambda: _topology(config))
     per_rank = round(config.megabytes * 1e6)
     intra = _link(topology.intra, sent_bytes=per_rank, rounds=rounds, device=device)
     inter = _link(topology.inter, sent_bytes=per_rank, rounds=rounds, device=device)
@@ -125,14 +118,12 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _topology(config: ProbeConfig, hosts: list[str]) -> Topology:
+def _topology(config: ProbeConfig) -> Topology:
     spec = config.parallel.ranks_per_node
-    members = tuple(range(len(hosts)))
     try:
-        layout = arrange(members, node_labels("auto" if spec is None else spec, hosts=hosts))
+        return create_topology("auto" if spec is None else spec)
     except ValueError as error:
         raise SettingError(str(error)) from error
-    return create_topologies([layout])[members]
 
 
 def _link(group: ProcessGroup | None, *, sent_bytes: int, rounds: int, device: torch.device) -> Link | None:

@@ -12,16 +12,14 @@ from torch import Tensor
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.topology import Topology, create_topologies, destroy_topology
+from sdp4bit.collectives.topology import Topology, create_topology, destroy_topology
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.traffic import TrafficCounter
 from sdp4bit_lab.selftest.check import CheckFailedError, CheckSkippedError, Context
 from sdp4bit_lab.simulated.collectives import (
     SimulatedAllReduce,
     SimulatedReduceScatter,
     SimulatedReplica,
-    simulated_layout,
 )
 
 _NUMELS = (1, 1000, 4096 + 33)
@@ -54,9 +52,8 @@ def check_exchanges(context: Context) -> dict[str, Any]:
     for per_node in range(1, size + 1):
         if size % per_node:
             continue
-        layout = simulated_layout(size, ranks_per_node=per_node)
-        topology = create_topologies([layout])[layout.ranks]
-        name = f"{layout.nodes} x {per_node}"
+        topology = create_topology(per_node)
+        name = f"{topology.nodes} x {per_node}"
         # Finish all exchanges before raising, because other ranks wait for this rank's messages.
         failures = [*_check_gradients(context, topology, name), *_check_weights(context, topology, name)]
         context.fail_together(next((failure for failure in failures if failure is not None), None))
@@ -73,18 +70,15 @@ def _values(context: Context, *shape: int, seed: int) -> Tensor:
     return (torch.randn(shape, generator=generator) * scales).to(context.device)
 
 
-def _counter(topology: Topology) -> TrafficCounter:
-    return TrafficCounter(nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
-
-
 def _check_gradients(context: Context, topology: Topology, layout: str) -> Iterator[CheckFailedError | None]:
     size, rank = context.ranks.world_size, context.ranks.rank
     for (name, config), numel in itertools.product(GRADIENTS.items(), _NUMELS):
         shared: dict[str, Any] = {"config": config, "seed": context.config.seed, "bucket": 3}
-        counted: dict[str, Any] = {"traffic": _counter(topology), **shared}
-        scatter = QuantizedReduceScatter(topology, rank=rank, scratch=Scratch(), **counted)
-        simulated_scatter = SimulatedReduceScatter(topology.layout, scratch=Scratch(), **counted)
-        reduce = QuantizedAllReduce(topology, ranks=range(size), scratch=Scratch(), **counted)
+        scatter = QuantizedReduceScatter(topology, **shared)
+        simulated_scatter = SimulatedReduceScatter(
+            topology.layout, traffic=topology.counter(), scratch=Scratch(), **shared
+        )
+        reduce = QuantizedAllReduce(topology, **shared)
         simulated_reduce = SimulatedAllReduce(topology.layout, scratch=Scratch(), **shared)
         for call in range(_CALLS):
             case = f"{name}, rows of {numel}, {layout}, call {call}"
@@ -107,7 +101,7 @@ def _check_gradients(context: Context, topology: Topology, layout: str) -> Itera
 def _check_weights(context: Context, topology: Topology, layout: str) -> Iterator[CheckFailedError | None]:
     size, rank = context.ranks.world_size, context.ranks.rank
     for (name, config), numel in itertools.product(WEIGHTS.items(), _NUMELS):
-        shared: dict[str, Any] = {"config": config, "traffic": _counter(topology)}
+        shared: dict[str, Any] = {"config": config, "traffic": topology.counter()}
         real = WeightReplica(topology, scratch=Scratch(), **shared)
         simulated = SimulatedReplica(topology.layout, scratch=Scratch(), **shared)
         main = _values(context, size, numel, seed=numel).bfloat16()
@@ -121,11 +115,7 @@ def _check_weights(context: Context, topology: Topology, layout: str) -> Iterato
             real.wait()
             simulated.refresh(main, expected)
             gathered = torch.full((size * numel,), float("nan"), dtype=main.dtype, device=main.device)
-            if real.is_full:
-                assert real.rows is not None
-                gathered = real.rows.reshape(size, numel)
-            else:
-                real.gather(gathered)
+            real.gather(gathered)
             case = f"weights, {name}, rows of {numel}, {layout}, call {call}"
             yield _compare(gathered.view(size, numel), expected, case)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sdp4bit.collectives.all_reduce import PieceQuantizer, sections_of
 from sdp4bit.collectives.exchange import GroupExchange, PendingExchange, Use
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, ReductionSlice, RowPart
+from sdp4bit.collectives.pipeline import Steps, advance
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
 from sdp4bit.collectives.topology import NodeLayout, Topology, arrange
@@ -98,7 +99,7 @@ class SimulatedReduceScatter:
                     exchange=SimulatedExchange(topology, scratch, bucket=bucket),
                 )
             )
-        self._under_way: list[tuple[list[ReductionSlice], Tensor]] = []
+        self._under_way: list[tuple[list[Steps], Tensor]] = []
         self._sums: Tensor | None = None
 
     def add(
@@ -115,34 +116,28 @@ class SimulatedReduceScatter:
         rank = len(self._under_way)
         if self._sums is None or self._sums.shape != rows.shape or self._sums.device != rows.device:
             self._sums = torch.empty_like(rows)
-        row = self._sums[rank]
-        slices = self._members[rank].slices(
-            row, rows.view(-1), call=call, nonfinite=nonfinite, sections=sections
-        )
-        self._take(slices, row)
+        row, member = self._sums[rank], self._members[rank]
+        parts = member.parts(row, rows.view(-1), sections=sections)
+        self._take(member.slices(parts, call=call, nonfinite=nonfinite), row)
 
     def add_parts(self, parts: Sequence[RowPart], row: Tensor, *, call: int) -> None:
         """Add the next rank's sections; their outputs together form this row."""
-        self._take(self._members[len(self._under_way)].slices_of_parts(parts, call=call), row)
+        self._take(self._members[len(self._under_way)].slices(parts, call=call), row)
 
-    def _take(self, slices: list[ReductionSlice], row: Tensor) -> None:
+    def _take(self, slices: list[Steps], row: Tensor) -> None:
         """Send the next rank's messages; if its node is complete, also those between nodes."""
-        self._under_way.append((slices, row))
+        self._under_way.append((advance(slices), row))
         rank, per_node = len(self._under_way) - 1, self._layout.ranks_per_node
-        for each in slices:
-            each.send()
         if self._layout.nodes > 1 and per_node > 1 and (rank + 1) % per_node == 0:
             for member, _ in self._under_way[-per_node:]:
-                for each in member:
-                    each.forward()
+                advance(member)
 
     def finish(self, take: Callable[[int, Tensor], None]) -> None:
         """Pass every rank's row [n] of the sum to take(rank, row), which must copy it."""
         under_way, self._under_way = self._under_way, []
         assert len(under_way) == self._layout.size
         for rank, (slices, row) in enumerate(under_way):
-            for each in slices:
-                each.finish()
+            advance(slices)
             take(rank, row)
 
     @property

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives import exchange
+from sdp4bit.collectives.pipeline import advance
 from sdp4bit.collectives.weight_replica import WeightReplica
-from sdp4bit.collectives.work import StagedCollectives
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook
 from sdp4bit.engines.megatron.patches import GroupPatch
+from sdp4bit.engines.megatron.staged import StagedCollectives
 from tests.engines import fake_cuda
 from tests.engines.simulated_cuda import simulate
 from tests.engines.stream_scenarios import (
@@ -182,9 +183,7 @@ def needed_on_megatron() -> dict[str, bool]:
 
 def _newest_first(self: StagedCollectives) -> None:
     """Messages of a bucket are filled before those of the one before it have arrived."""
-    for work in reversed(self._under_way):
-        work.advance()
-    self._under_way = [work for work in self._under_way if work.completed is None]
+    self._under_way = advance(self._under_way[::-1])[::-1]
 
 
 def streams_of_transfers(name: str) -> list[str]:

@@ -188,12 +188,8 @@ class BucketState(Group):
         """Reduce gradients like `reduce`; yield whenever a transfer is in flight."""
         assert self.reduction is not None
         arguments = self._next_reduction(input, op, sample_numel)
-        for each in self.reduction.slices(output, input, whole=True, **arguments):
-            *steps, last = each.steps
-            for step in steps:
-                step()
-                yield
-            last()
+        for each in self.reduction.slices(self.reduction.parts(output, input), whole=True, **arguments):
+            yield from each
 
     def _next_reduction(self, input: Tensor, op: object, sample_numel: int | None) -> dict[str, Any]:
         """Return the arguments of the next reduction and count it."""

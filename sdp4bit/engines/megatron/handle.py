@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.topology import TopologySpec
-from sdp4bit.collectives.work import SideStream, StagedCollectives, has_one_queue
+from sdp4bit.collectives.work import SideStream, has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import Layouts
 from sdp4bit.engines.attach import build
@@ -26,6 +26,7 @@ from sdp4bit.engines.megatron.buckets import (
 from sdp4bit.engines.megatron.communication import BucketReplica, BucketState, MegatronModelState
 from sdp4bit.engines.megatron.objects import Chunk, Optimizer
 from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
+from sdp4bit.engines.megatron.staged import StagedCollectives
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
 from sdp4bit.engines.protocol import Undo

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sdp4bit.collectives.work import JointWork, SideStream, StagedCollectives
+from sdp4bit.collectives.work import SideStream
 from sdp4bit.engines.handle import StateDict
 from sdp4bit.engines.megatron.communication import BucketState, MegatronModelState
 from sdp4bit.engines.megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
 from sdp4bit.engines.megatron.objects import BucketGroup, Optimizer, Waitable
+from sdp4bit.engines.megatron.staged import JointWork, StagedCollectives
 
 STATE_KEY = "sdp4bit"  # key of the communication state in the optimizer's entry of Megatron's checkpoints
 
