@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.collectives.sections import FINE_BITS, Range
+from sdp4bit.collectives.sections import FINE_BITS, Range, fine_bits
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
@@ -33,6 +33,7 @@ from sdp4bit.observe.measures import (
     squared_norms,
     weight_squares,
 )
+from sdp4bit.quantization.formats import Bits
 from sdp4bit.traffic import Traffic, TrafficCounter
 
 SMALL_EDIT = 1 / 128
@@ -89,9 +90,9 @@ class GroupStats(Measures):
     """Bytes sent to other nodes in the last step."""
     compression_ratio: float | None
     """Bytes between nodes without sdp4bit over those with it; None before the first step."""
-    weight_bits: float | None
+    weight_bits: Bits
     """Current bits; None for full precision."""
-    gradient_bits: float | None
+    gradient_bits: Bits
     """Bits on the last hop of the last reduction; None for full precision."""
 
 
@@ -125,7 +126,7 @@ class GroupState(ABC):
         """Full-precision refreshes after the first one, that is, after loads and edits of the weights."""
         self._was_refreshed = False
         self.reductions = 0  # quantized reductions so far; part of the counter for rounding bits
-        self.gradient_bits: float | None = None  # see `GroupStats`
+        self.gradient_bits: Bits = None  # see `GroupStats`
         self.gradient_sample: Tensor | None = None
         """Sample of the last reduction in a step that will be measured."""
         self.counts_nonfinite = False  # whether steps are measured
@@ -321,8 +322,8 @@ class GroupState(ABC):
             return text
         return text + self._describe_fine([config.intra_bits, config.inter_bits])
 
-    def _describe_fine(self, bits: Sequence[float | None]) -> str:
-        has_fewer = any(each is not None and each < FINE_BITS for each in bits)
+    def _describe_fine(self, bits: Sequence[Bits]) -> str:
+        has_fewer = any(fine_bits(each) != each for each in bits)
         return f", 1-D in {FINE_BITS} bits" if self.separate_parameters and has_fewer else ""
 
 

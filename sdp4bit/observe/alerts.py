@@ -17,6 +17,7 @@ from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
 from sdp4bit.observe.measures import MEASURES, Telemetry
+from sdp4bit.quantization.formats import Bits, format_of
 from sdp4bit.traffic import TrafficCounter
 
 logger = logging.getLogger("sdp4bit")
@@ -169,11 +170,11 @@ def thresholds_of(
         gradients, weights: None for full precision.
         layouts: the nodes of each quantized collective of its gradients.
     """
-    hops: list[float | None] = []
+    hops: list[Bits] = []
     if gradients is not None:
         hops += [gradients.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []
         hops += [gradients.inter_bits] if any(layout.nodes > 1 for layout in layouts) else []
     return config.for_bits(
-        gradients=min((bits for bits in hops if bits), default=None),
+        gradients=min(hops, key=lambda bits: format_of(bits).block_bytes, default=None),
         weights=None if weights is None else weights.bits,
     ).thresholds

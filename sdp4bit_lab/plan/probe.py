@@ -26,8 +26,9 @@ from sdp4bit.collectives.topology import (
 )
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.formats import BLOCK
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
-from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
+from sdp4bit.quantization.layout import message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import wrapped, write_atomically

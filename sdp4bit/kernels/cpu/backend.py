@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.kernels.cpu import kernels, tiles
-from sdp4bit.quantization.layout import SCALE_BYTES, MessageLayout, largest_code, round_up
+from sdp4bit.quantization.layout import SCALE_BYTES, MessageLayout, round_up
 from sdp4bit.quantization.random import RoundingKey
 
 _TILE = 1024
@@ -198,7 +198,7 @@ def _place_of(part: int, messages: Tensor, layout: MessageLayout) -> tuple[int, 
 
 def _step(layout: MessageLayout, clip: float = 1.0) -> int:
     """Return the fp32 bits of one code unit relative to a group's largest magnitude."""
-    return _float_bits(clip / largest_code(layout.bits))
+    return _float_bits(clip / (layout.format.largest or 1))
 
 
 def subtract_quantize(
@@ -219,7 +219,8 @@ def subtract_quantize(
         0 if replica is None else replica.data_ptr(), replica is not None and replica.dtype is torch.bfloat16,
         layout.numel, layout.padded_numel, 1, 1,
         out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
-        layout.groups, layout.block_bytes, layout.group_size, _step(layout, clip), *_rounding_numbers(None),
+        layout.groups, layout.format.block_bytes, layout.group_size, _step(layout, clip),
+        *_rounding_numbers(None),
         work=layout.numel, layout=layout,
     )  # fmt: skip
 
@@ -239,7 +240,7 @@ def dequantize_add(
     _run(
         kernels.dequantize_rows,
         (False, False),
-        messages.data_ptr(), messages.stride(0), 1, layout.scales_offset, layout.block_bytes,
+        messages.data_ptr(), messages.stride(0), 1, layout.scales_offset, layout.format.block_bytes,
         layout.group_size, rows, layout.numel, layout.padded_numel, target.data_ptr(),
         target.stride(0) * size, size == 2, accumulate, _NEGATIVE_ZERO_BITS, kernels.ONE_BITS,
         *_dither_numbers(None)[:3],
@@ -267,7 +268,7 @@ def hadamard_quantize(
         values.data_ptr(), size == 2, outer * size, inner * size, 0, False,
         layout.numel, layout.padded_numel, destinations, layout.parts,
         out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
-        layout.nbytes, layout.groups, layout.block_bytes, layout.group_size, _step(layout),
+        layout.nbytes, layout.groups, layout.format.block_bytes, layout.group_size, _step(layout),
         *_rounding_numbers(rounding),
         work=values.numel(), layout=layout,
     )  # fmt: skip
@@ -290,9 +291,9 @@ def dequantize_reduce_quantize(
         kernels.reduce_quantize,
         (dither is not None, _rounding_flag(rounding)),
         codes, messages.stride(0), terms, received.code_bytes, scales_offset,
-        received.groups, received.block_bytes, received.group_size, parts, sent.padded_numel,
+        received.groups, received.format.block_bytes, received.group_size, parts, sent.padded_numel,
         out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
-        sent.block_bytes, sent.group_size, _step(sent), *_rounding_numbers(rounding),
+        sent.format.block_bytes, sent.group_size, _step(sent), *_rounding_numbers(rounding),
         *_dither_numbers(dither),
         work=max(terms, 1) * parts * sent.numel, layout=sent, terms=terms,
     )  # fmt: skip
@@ -316,7 +317,7 @@ def dequantize_reduce_hadamard(
     _run(
         kernels.dequantize_rows,
         (dither is not None, hadamard),
-        codes, messages.stride(0), terms, scales_offset, layout.block_bytes, layout.group_size,
+        codes, messages.stride(0), terms, scales_offset, layout.format.block_bytes, layout.group_size,
         1, layout.numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
         accumulate, 0, _float_bits(multiplier), *_dither_numbers(dither)[:3],
         work=max(terms, 1) * layout.numel, layout=layout, terms=terms,

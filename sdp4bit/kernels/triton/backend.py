@@ -32,7 +32,8 @@ from sdp4bit.kernels.triton.kernels import (
     reduce_quantize_kernel,
 )
 from sdp4bit.kernels.triton.launch import launch
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MESSAGE_ALIGNMENT, MessageLayout
+from sdp4bit.quantization.formats import BLOCK
+from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout
 from sdp4bit.quantization.random import RoundingKey
 
 _MAX_SLOTS = 256
@@ -107,7 +108,7 @@ def _signed(bits: int) -> int:
 
 
 def _group_blocks(layout: MessageLayout) -> int:
-    return _RAW_GROUP if layout.bits == FULL_PRECISION else layout.group_size // BLOCK
+    return layout.group_size // BLOCK if layout.format.has_scales else _RAW_GROUP
 
 
 def _in_pairs(layout: MessageLayout) -> bool:
