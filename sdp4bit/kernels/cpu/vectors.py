@@ -244,7 +244,7 @@ def store_third_bits(typing_context, address, numbers):
 
 
 @intrinsic
-def load_pairs(typing_context, address):
+def load_seven_bits(typing_context, address):
     """Return the first numbers of 16 pairs of 7 bits, then the second; reads 16 bytes, two of them scales."""
 
     def codegen(context, builder, sig, args):
@@ -265,7 +265,7 @@ def load_pairs(typing_context, address):
 
 
 @intrinsic
-def store_pairs(typing_context, address, numbers):
+def store_seven_bits(typing_context, address, numbers):
     """Store 32 numbers, of 0 and 11 or below 11, as 16 pairs of 7 bits."""
 
     def codegen(context, builder, sig, args):

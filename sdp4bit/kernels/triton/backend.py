@@ -36,6 +36,7 @@ from sdp4bit.quantization.formats import BLOCK
 from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout
 from sdp4bit.quantization.random import RoundingKey
 
+FORMATS = ("int2", "int3", "int3.5", "int4", "int8", "fp32")
 _MAX_SLOTS = 256
 """Maximum slots of a group in registers; a longer group is read twice."""
 _RAW_GROUP = 4
