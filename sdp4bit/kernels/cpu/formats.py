@@ -41,14 +41,9 @@ class Functions(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """A format as kernels see it: its functions and its numbers."""
+    """A format as kernels see it."""
 
-    load: Any
-    store: Any
-    mark_zeros: Any
-    drop_zeros: Any
-    encode_group: Any
-    sum_group: Any
+    functions: Functions
     width: int  # bytes per block of 32
     offset: int
     largest: int
@@ -57,8 +52,8 @@ class Coding(NamedTuple):
 
 def coding_of(format: Format) -> Coding:
     """Return a format for the compilation of a kernel."""
-    numbers = format.block_bytes, format.offset, format.largest, format.has_scales
-    return Coding(*FORMATS[format.name], *numbers)
+    functions = FORMATS[format.name]
+    return Coding(functions, format.block_bytes, format.offset, format.largest, format.has_scales)
 
 
 @inline

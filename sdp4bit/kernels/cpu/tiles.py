@@ -138,7 +138,7 @@ def fixed_point(values, factor, coding, is_clipped, rounding, element, k0, k1, m
         return fixed + splat(_HALF)
     rounded = fixed + random_bits16(element, k0, k1, mask)
     if rounding == DITHER:
-        return coding.mark_zeros(fixed, rounded, coding.offset)
+        return coding.functions.mark_zeros(fixed, rounded, coding.offset)
     return rounded
 
 
@@ -173,7 +173,7 @@ def take_off(codes, coding, dither, masks, term):
     """
     mask = splat(load_scalar_u32(masks + 4 * term))
     units = float_of_bits(codes ^ (dither ^ mask))
-    return coding.drop_zeros(codes, units - splat(_DITHER_OFFSET + np.float32(coding.offset)))
+    return coding.functions.drop_zeros(codes, units - splat(_DITHER_OFFSET + np.float32(coding.offset)))
 
 
 @inline
@@ -197,7 +197,7 @@ def prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift):
 @inline
 def load_units(address, coding, is_dither, dither, masks, term):
     """Decode a block of 32 codes, in units of their scale."""
-    numbers = coding.load(address)
+    numbers = coding.functions.load(address)
     if is_dither:
         return take_off(shift_left(numbers, CODE_SHIFT), coding, dither, masks, term)
     return to_float(numbers - splat(coding.offset))
@@ -214,7 +214,7 @@ def encode_blocks(
     for i in range(0, size, 32):
         prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
         fixed = fixed_point(values + 4 * i, factor, coding, is_clipped, rounding, element + i, k0, k1, mask)
-        coding.store(codes + (i >> 5) * coding.width, shift_right(fixed + offset, 16))
+        coding.functions.store(codes + (i >> 5) * coding.width, shift_right(fixed + offset, 16))
 
 
 @inline
@@ -283,7 +283,7 @@ def encode_tile(
     for group in range(groups):
         first = group * group_size
         factor = splat(float_from_bits(load_scalar_u32(largest + 4 * group)))
-        coding.encode_group(
+        coding.functions.encode_group(
             values + 4 * first, min(group_size, count - first), factor, codes + (first >> 5) * coding.width,
             coding, is_clipped, rounding, element + first, k0, k1, mask, spare,
             upcoming + (first << shift) if upcoming else 0, shift,
@@ -471,7 +471,7 @@ def sum_messages(
         begin, end = max(origin, first), min(origin + size, stop)
         for term in range(terms):
             store_u32(table + 4 * term, load_scalar_u16(scales + term * stride + 2 * group) << 16)
-        peak = coding.sum_group(
+        peak = coding.functions.sum_group(
             total + 4 * (begin - first), codes, origin, size, begin, end, coding, table, masks, terms, stride,
             start, peak, is_dither, element + begin, k0, k1, spare,
         )  # fmt: skip

@@ -123,10 +123,6 @@ def _zero_extend(builder, value, target):
     return builder.zext(value, target)
 
 
-def _sign_extend(builder, value, target):
-    return builder.sext(value, target)
-
-
 def _widen_bf16(builder, value, target):
     # bf16 is the upper half of an fp32 number.
     lanes = target.count
@@ -136,7 +132,6 @@ def _widen_bf16(builder, value, target):
 
 load_f32, load_f32x16 = _loader(F32, FLOAT, _as_is), _loader(F16, FLOAT, _as_is)
 load_bf16 = _loader(F32, INT16, _widen_bf16)
-load_i8 = _loader(I32, INT8, _sign_extend)
 load_u8 = _loader(I32, INT8, _zero_extend)
 load_u8x16 = _loader(I16, INT8, _zero_extend)
 load_scalar_u16 = _loader(types.int64, INT16, _zero_extend)

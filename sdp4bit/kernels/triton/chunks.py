@@ -38,25 +38,21 @@ NAN_SCALE = tl.constexpr(0x7FC0)
 
 
 class Coding:
-    """A format as kernels see it, a constant of theirs."""
+    """A format as a constant of kernels: its numbers, and its pair of functions (see `formats.py`).
+
+    With `in_words`, 16 codes are words and no vector of bytes. With `in_halves`, the two chunks of a slot
+    share their bytes, as with int4, which needs no functions.
+    """
 
     def __init__(
         self, format: Format, *, load: Any, store: Any, in_halves: bool = False, in_words: bool = False
     ) -> None:
-        """Describe a format.
-
-        Args:
-            load: device function that returns the units of a chunk, see `formats.py`.
-            store: device function that writes both chunks of blocks.
-            in_halves: the two chunks of a slot share their bytes, as with int4, which has neither function.
-            in_words: 16 codes are words, and no vector of bytes.
-        """
         self.name, self.block_bytes, self.has_scales = format.name, format.block_bytes, format.has_scales
         self.largest, self.offset = format.largest or 1, format.offset
         self.load, self.store, self.in_halves, self.in_words = load, store, in_halves, in_words
 
     def __repr__(self) -> str:
-        return f"{self.name}"
+        return self.name
 
     @property
     def cache_key(self) -> str:

@@ -41,7 +41,7 @@ HIGH_BIAS = tl.constexpr(2.0**19 + 8)
 NEAREST = tl.constexpr(0)
 STOCHASTIC = tl.constexpr(1)
 DITHER = tl.constexpr(2)
-# A dithered code and its dither in the mantissa of a float, see `formats.take_off`.
+# A dithered code and its dither in the mantissa of a float, see `formats._take_off_int8`.
 DITHER_BIAS = tl.constexpr(2.0**14 + 255 / 512)
 CODE_SHIFT = tl.constexpr(9)
 _CODE_BITS_4 = tl.constexpr(0x1E00)
@@ -61,7 +61,7 @@ def decode_int4(byte, nibble, exponent, bias):
 
 @triton.jit
 def _take_off_int4(byte, is_high, dither):
-    """Decode dithered codes, in units of their scale; see `formats.take_off`.
+    """Decode dithered codes, in units of their scale; see `formats._take_off_int8`.
 
     Args:
         is_high: whether the code is the high nibble of its byte.
@@ -76,11 +76,11 @@ def _take_off_int4(byte, is_high, dither):
 def _load_codes(codes, scales, chunk, place, group, is_high, mask, dither, FORMAT: tl.constexpr):
     """Return fp32 of chunks of a message; `is_high` selects the nibble of the bytes at `place`."""
     if not of(FORMAT, "has_scales"):
-        return of(FORMAT, "load")(codes, chunk, mask, None)
+        return of(FORMAT, "load")(codes, chunk, mask, None, FORMAT)
     else:
         scale = float_from_bf16(tl.load(scales + group, mask=mask, other=0))
         if not of(FORMAT, "in_halves"):
-            value = of(FORMAT, "load")(codes, chunk, mask, dither)
+            value = of(FORMAT, "load")(codes, chunk, mask, dither, FORMAT)
         else:
             byte = tl.load(codes + place, mask=tl.expand_dims(mask, -1), other=0)
             high = tl.expand_dims(is_high, -1)

@@ -2,8 +2,8 @@
 
 A format needs one pair of functions, which work on chunks of 16 values:
 
-* `load(codes, chunk, mask, dither)` returns fp32 [..., 16] of the codes of chunks, in units of their scale,
-  with `dither`, unless it is None, subtracted.
+* `load(codes, chunk, mask, dither, FORMAT)` returns fp32 [..., 16] of chunks, in units of their scale and
+  without the dither if it is not None.
 * `store(codes, chunk, values, reciprocal, low_random, high_random, mask, FORMAT, ROUNDING, CLIP)` rounds and
   writes both chunks of blocks; `chunk` is the first.
 """
@@ -21,7 +21,7 @@ _SIGN_8 = tl.constexpr(0x80 << 9)
 
 
 @triton.jit
-def _load_fp32(codes, chunk, mask, dither):
+def _load_fp32(codes, chunk, mask, dither, FORMAT: tl.constexpr):
     """Return fp32 values as they are."""
     floats = codes.to(tl.pointer_type(tl.float32))
     return tl.load(floats + offsets(chunk), mask=tl.expand_dims(mask, -1), other=0.0)
@@ -39,7 +39,7 @@ def _store_fp32(
 
 
 @triton.jit
-def take_off(byte, dither):
+def _take_off_int8(byte, dither):
     """Decode dithered int8 codes, in units of their scale.
 
     A code c with 8 bits of dither t represents c + 1/2 - (t + 1/2) / 256 = (512 * c + 2 * ~t - 255) / 512.
@@ -57,13 +57,13 @@ def take_off(byte, dither):
 
 
 @triton.jit
-def _load_int8(codes, chunk, mask, dither):
+def _load_int8(codes, chunk, mask, dither, FORMAT: tl.constexpr):
     """Return fp32 of chunks of int8 codes."""
     byte = tl.load(codes + offsets(chunk), mask=tl.expand_dims(mask, -1), other=0)
     if dither is None:
         return byte.to(tl.int8, bitcast=True).to(tl.float32)
     else:
-        return take_off(byte, dither)
+        return _take_off_int8(byte, dither)
 
 
 @triton.jit
@@ -72,21 +72,24 @@ def _store_int8(
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """Round both chunks of blocks to int8 and write them."""
-    low = round_codes(values[0], reciprocal, low_random, FORMAT, ROUNDING, CLIP)
-    high = round_codes(values[1], reciprocal, high_random, FORMAT, ROUNDING, CLIP)
-    each = tl.expand_dims(mask, -1)
-    tl.store(codes + offsets(chunk), (low >> 16).to(tl.uint8), mask=each)
-    tl.store(codes + offsets(chunk + 1), (high >> 16).to(tl.uint8), mask=each)
+    for half in tl.static_range(2):
+        random = low_random if half == 0 else high_random
+        rounded = round_codes(values[half], reciprocal, random, FORMAT, ROUNDING, CLIP)
+        place = codes + offsets(chunk + half)
+        tl.store(place, (rounded >> 16).to(tl.uint8), mask=tl.expand_dims(mask, -1))
 
 
 @triton.jit
-def dither_units(dither):
-    """Return the number that dither adds to codes, in units of the scale."""
-    return dither.to(tl.float32, bitcast=True) - DITHER_BIAS
+def without_dither(code, is_zero, dither):
+    """Return the units of fp32 codes, with 0 for marked zeros."""
+    if dither is None:
+        return code
+    else:
+        return tl.where(is_zero, 0.0, code + (dither.to(tl.float32, bitcast=True) - DITHER_BIAS))
 
 
 @triton.jit
-def _load_paired(codes, chunk, mask, dither):
+def _load_paired(codes, chunk, mask, dither, FORMAT: tl.constexpr):
     """Return fp32 of chunks of 3.5-bit codes, [..., 16]: the first or the second of each pair of a block."""
     # 14 bytes are aligned for half words, of which each thread reads all seven.
     words = (codes + (chunk >> 1).to(tl.int64) * 14).to(tl.pointer_type(tl.int16))
@@ -104,10 +107,7 @@ def _load_paired(codes, chunk, mask, dither):
     pair = tl.reshape(pair, offsets(chunk).shape)
     second = (pair * 187) >> 11  # pair // 11, for all below 230
     code = tl.where(tl.expand_dims(chunk & 1, -1) == 1, second, pair - second * 11).to(tl.float32) - 5.0
-    if dither is None:
-        return code
-    else:
-        return tl.where(second == 11, 0.0, code + dither_units(dither))
+    return without_dither(code, second == 11, dither)
 
 
 @triton.jit
@@ -139,71 +139,39 @@ def _store_paired(
 
 
 @triton.jit
-def _small_words(codes, chunk, BITS: tl.constexpr):
+def _small_words(codes, chunk, FORMAT: tl.constexpr):
     """Return pointers to the lower two bits of chunks, a word each, and to their third bits, half a word."""
     half = chunk & 1
-    block = codes + (chunk >> 1).to(tl.int64) * (4 * BITS)
+    block = codes + (chunk >> 1).to(tl.int64) * of(FORMAT, "block_bytes")
     return block + half * 4, (block + (8 + half * 2)).to(tl.pointer_type(tl.int16))
 
 
 @triton.jit
-def _decode_small(byte, third, LANE: tl.constexpr, BITS: tl.constexpr):
+def _decode_small(byte, third, LANE: tl.constexpr, FORMAT: tl.constexpr):
     """Return fp32 of the codes at position LANE of each byte; see `codes.decode_int4`."""
     # In a number from 2**(23 - 2 * LANE) on, bit 2 * LANE is worth 1.
     EXPONENT: tl.constexpr = (127 + 23 - 2 * LANE) << 23
     bits = (byte & (3 << (2 * LANE))) | EXPONENT
-    if BITS == 3:
+    if third is not None:
         bits = bits | ((third << (2 + LANE)) & (4 << (2 * LANE)))
-    return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - 2 * LANE) + 2 ** (BITS - 1))
+    return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - 2 * LANE) + of(FORMAT, "offset"))
 
 
 @triton.jit
-def _load_in_order(codes, chunk, mask, BITS: tl.constexpr):
-    """Return fp32 of chunks of 2-bit or 3-bit codes, [..., 16]."""
-    words, thirds = _small_words(codes, chunk, BITS)
+def _load_in_order(codes, chunk, mask, dither, FORMAT: tl.constexpr):
+    """Return fp32 of chunks of 2-bit or 3-bit codes."""
+    words, thirds = _small_words(codes, chunk, FORMAT)
     # Read as four bytes, so that a chunk is in one thread; see `chunks._load_whole`.
     lane = tl.arange(0, 4)
     byte = tl.load(tl.expand_dims(words, -1) + lane, mask=tl.expand_dims(mask, -1), other=0).to(tl.int32)
-    third = byte
-    if BITS == 3:
+    third = None
+    if of(FORMAT, "largest") == 3:
         third = tl.expand_dims(tl.load(thirds, mask=mask, other=0).to(tl.int32), -1) >> (lane * 4)
-    even = tl.join(_decode_small(byte, third, 0, BITS), _decode_small(byte, third, 2, BITS))
-    odd = tl.join(_decode_small(byte, third, 1, BITS), _decode_small(byte, third, 3, BITS))
+    even = tl.join(_decode_small(byte, third, 0, FORMAT), _decode_small(byte, third, 2, FORMAT))
+    odd = tl.join(_decode_small(byte, third, 1, FORMAT), _decode_small(byte, third, 3, FORMAT))
     # [..., byte, value / 2, value % 2]
-    return tl.reshape(tl.join(even, odd), offsets(chunk).shape)
-
-
-@triton.jit
-def _store_small(codes, chunk, number, mask, BITS: tl.constexpr):
-    """Write chunks of unsigned codes, int32 [..., 16]."""
-    lane = tl.arange(0, CHUNK)
-    words, thirds = _small_words(codes, chunk, BITS)
-    # No two terms share a bit, so the sum is an OR.
-    number = number.to(tl.uint32)
-    word = tl.sum((number & 3) << (lane * 2), -1).to(tl.int32, bitcast=True)
-    tl.store(words.to(tl.pointer_type(tl.int32)), word, mask=mask)
-    if BITS == 3:
-        third = tl.sum(((number >> 2) & 1) << lane, -1)
-        tl.store(thirds, third.to(tl.int16), mask=mask)
-
-
-@triton.jit
-def mark_dithered(value, dither, OFFSET: tl.constexpr):
-    """Return codes without their dither, and 0 for the lowest code."""
-    if dither is None:
-        return value
-    else:
-        return tl.where(value == -OFFSET, 0.0, value + dither_units(dither))
-
-
-@triton.jit
-def _load_int2(codes, chunk, mask, dither):
-    return mark_dithered(_load_in_order(codes, chunk, mask, 2), dither, 2.0)
-
-
-@triton.jit
-def _load_int3(codes, chunk, mask, dither):
-    return mark_dithered(_load_in_order(codes, chunk, mask, 3), dither, 4.0)
+    code = tl.reshape(tl.join(even, odd), offsets(chunk).shape)
+    return without_dither(code, code == of(FORMAT, "offset") * -1.0, dither)
 
 
 @triton.jit
@@ -212,16 +180,23 @@ def _store_in_order(
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """Round both chunks of blocks to 2 or 3 bits and write them."""
-    low = round_codes(values[0], reciprocal, low_random, FORMAT, ROUNDING, CLIP)
-    high = round_codes(values[1], reciprocal, high_random, FORMAT, ROUNDING, CLIP)
-    BITS: tl.constexpr = of(FORMAT, "block_bytes") // 4
-    _store_small(codes, chunk, (low >> 16) + of(FORMAT, "offset"), mask, BITS)
-    _store_small(codes, chunk + 1, (high >> 16) + of(FORMAT, "offset"), mask, BITS)
+    lane = tl.arange(0, CHUNK)
+    for half in tl.static_range(2):
+        random = low_random if half == 0 else high_random
+        rounded = round_codes(values[half], reciprocal, random, FORMAT, ROUNDING, CLIP)
+        number = ((rounded >> 16) + of(FORMAT, "offset")).to(tl.uint32)
+        words, thirds = _small_words(codes, chunk + half, FORMAT)
+        # No two terms share a bit, so the sum is an OR.
+        word = tl.sum((number & 3) << (lane * 2), -1).to(tl.int32, bitcast=True)
+        tl.store(words.to(tl.pointer_type(tl.int32)), word, mask=mask)
+        if of(FORMAT, "largest") == 3:
+            third = tl.sum(((number >> 2) & 1) << lane, -1)
+            tl.store(thirds, third.to(tl.int16), mask=mask)
 
 
 FORMATS = {
-    "int2": Coding(INT2, load=_load_int2, store=_store_in_order, in_words=True),
-    "int3": Coding(INT3, load=_load_int3, store=_store_in_order, in_words=True),
+    "int2": Coding(INT2, load=_load_in_order, store=_store_in_order, in_words=True),
+    "int3": Coding(INT3, load=_load_in_order, store=_store_in_order, in_words=True),
     "int3.5": Coding(ELEVEN, load=_load_paired, store=_store_paired, in_words=True),
     "int4": Coding(INT4, load=None, store=None, in_halves=True),
     "int8": Coding(INT8, load=_load_int8, store=_store_int8),

@@ -358,8 +358,8 @@ def dequantize_kernel(
             low = decode_int4(byte, LOW_NIBBLE, LOW_EXPONENT, LOW_BIAS)
             high = decode_int4(byte, HIGH_NIBBLE, HIGH_EXPONENT, HIGH_BIAS)
         else:
-            low = of(FORMAT, "load")(codes, low_chunk, mask, None)
-            high = of(FORMAT, "load")(codes, high_chunk, mask, None)
+            low = of(FORMAT, "load")(codes, low_chunk, mask, None, FORMAT)
+            high = of(FORMAT, "load")(codes, high_chunk, mask, None, FORMAT)
         if of(FORMAT, "has_scales"):
             scale = tl.expand_dims(float_from_bf16(tl.load(scales + group, mask=mask, other=0)), -1)
             low *= scale
