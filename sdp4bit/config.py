@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args
 
+from sdp4bit.quantization.formats import BLOCK, FORMATS, INT4, LEAST_CLIP, Bits, format_of
+
 VERSION = "0.2.0"
 """Version of the package, equal on all ranks of a job."""
 
@@ -25,12 +27,6 @@ WeightMode = Literal["difference", "direct"]
 MismatchAction = Literal["error", "resync"]
 
 QUANTIZED_BITS = (2, 3, 3.5, 4, 8)
-LEAST_CLIP = 0.1
-"""Minimum of `WeightConfig.clip`."""
-TERNARY_CLIP = 0.6
-"""`WeightConfig.clip` of 2-bit differences, measured (docs/numerics.md)."""
-HADAMARD_BLOCK = 32
-"""Values in a block of the Walsh-Hadamard transform; group sizes are multiples of it."""
 
 
 _Settings = TypeVar("_Settings")
@@ -57,22 +53,25 @@ def _suggests_names(cls: type[_Settings]) -> type[_Settings]:
     return cls
 
 
-def _check_bits(name: str, bits: float | None) -> None:
+def _check_bits(name: str, bits: Bits) -> None:
     # Of equal numbers only one type is taken: settings are compared between ranks as they are written.
-    if bits is not None and (type(bits), bits) not in [(type(each), each) for each in QUANTIZED_BITS]:
+    known = [each for each in FORMATS if each is None or FORMATS[each].has_scales]
+    if (type(bits), bits) not in [(type(each), each) for each in known]:
+        named = "".join(f", {each!r}" for each in known if isinstance(each, str))
         raise ValueError(
-            f"{name}={bits!r} is not supported: use 2, 3, 3.5, 4 or 8, or None for full precision at this hop"
+            f"{name}={bits!r} is not supported: use 2, 3, 3.5, 4 or 8{named}, or None for full precision at "
+            "this hop"
         )
 
 
 def _check_group_size(name: str, group_size: int) -> None:
     is_count = isinstance(group_size, int) and not isinstance(group_size, bool)
-    if not is_count or group_size < HADAMARD_BLOCK or group_size % HADAMARD_BLOCK:
-        near = group_size if is_count else HADAMARD_BLOCK
-        lower = max(HADAMARD_BLOCK, near // HADAMARD_BLOCK * HADAMARD_BLOCK)
+    if not is_count or group_size < BLOCK or group_size % BLOCK:
+        near = group_size if is_count else BLOCK
+        lower = max(BLOCK, near // BLOCK * BLOCK)
         raise ValueError(
-            f"{name}={group_size!r} must be a positive multiple of {HADAMARD_BLOCK}, "
-            f"for example {lower} or {lower + HADAMARD_BLOCK}"
+            f"{name}={group_size!r} must be a positive multiple of {BLOCK}, "
+            f"for example {lower} or {lower + BLOCK}"
         )
 
 
@@ -96,9 +95,9 @@ def _check_at_least(name: str, value: int, minimum: int) -> None:
 class WeightConfig:
     """Quantized weight differences, qWD (paper section 3.1, algorithm 2)."""
 
-    bits: float | None = 4
-    """Bits per transmitted value: 2, 3, 3.5, 4 or 8. None sends the new weights in the model's own dtype.
-    Below 4 bits use smaller groups (docs/numerics.md)."""
+    bits: Bits = 4
+    """Bits per transmitted value: 2, 3, 3.5, 4 or 8, or the name of another format. None sends the new
+    weights in the model's own dtype. Below 4 bits use smaller groups (docs/numerics.md)."""
     group_size: int = 2048
     """Values that share one scale; a multiple of 32."""
     mode: WeightMode = "difference"
@@ -129,7 +128,7 @@ class WeightConfig:
         if self.clip is not None:
             return float(self.clip)
         # With mode="direct" no later difference corrects a saturated value.
-        return TERNARY_CLIP if self.bits == 2 and self.mode == "difference" else 1.0
+        return format_of(self.bits).clip if self.mode == "difference" else 1.0
 
     def applies_to(self, *, nodes: int) -> bool:
         """Return whether the weights of ranks on this many nodes are quantized.
@@ -145,9 +144,9 @@ class WeightConfig:
 class GradientConfig:
     """Two-level quantized reduce-scatter with Hadamard smoothing, TLq-HS (paper section 3.2, algorithm 3)."""
 
-    intra_bits: float | None = 8
+    intra_bits: Bits = 8
     """Bits inside a node: 2, 3, 3.5, 4 or 8; None sends fp32."""
-    inter_bits: float | None = 4
+    inter_bits: Bits = 4
     """Bits between nodes: 2, 3, 3.5, 4 or 8; None sends fp32. 3.5 bits are 11 levels, a pair in 7 bits."""
     intra_group_size: int = 128
     """Values that share one scale inside a node; a multiple of 32."""
@@ -236,11 +235,6 @@ def _check_threshold(name: str, value: float | str | None) -> None:
     raise ValueError(f"{name}={value!r} must be a positive number{auto}, or None to turn it off")
 
 
-_USUAL_GRADIENT_ERROR: dict[float, float] = {2: 2.1, 3: 0.7, 3.5: 0.45}
-_USUAL_WEIGHT_ERROR: dict[float, float] = {2: 0.9, 3: 0.75}
-"""Automatic thresholds below 4 bits (docs/reliability.md); otherwise they are 0.3 and 0.6."""
-
-
 @_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class AlertConfig:
@@ -273,17 +267,17 @@ class AlertConfig:
     @property
     def thresholds(self) -> tuple[float | None, ...]:
         """The thresholds in the order of the measures; "auto" as for 4 and more bits."""
-        gradient = 0.3 if self.gradient_error == "auto" else self.gradient_error
-        weight = 0.6 if self.weight_error == "auto" else self.weight_error
+        gradient = INT4.gradient_error if self.gradient_error == "auto" else self.gradient_error
+        weight = INT4.weight_error if self.weight_error == "auto" else self.weight_error
         return gradient, weight, self.weight_drift, self.nonfinite_groups
 
-    def for_bits(self, *, gradients: float | None, weights: float | None) -> AlertConfig:
+    def for_bits(self, *, gradients: Bits, weights: Bits) -> AlertConfig:
         """Return these settings with "auto" resolved for the fewest bits of each kind of traffic."""
-        gradient, weight, *_ = self.thresholds
-        if self.gradient_error == "auto":
-            gradient = _USUAL_GRADIENT_ERROR.get(gradients or 0, gradient)
-        if self.weight_error == "auto":
-            weight = _USUAL_WEIGHT_ERROR.get(weights or 0, weight)
+        gradient, weight = self.gradient_error, self.weight_error
+        if gradient == "auto":
+            gradient = format_of(gradients).gradient_error
+        if weight == "auto":
+            weight = format_of(weights).weight_error
         return replace(self, gradient_error=gradient, weight_error=weight)
 
 

@@ -19,6 +19,7 @@ from sdp4bit.collectives.topology import NodeLayout, Topology
 from sdp4bit.config import GradientConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.formats import Bits
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import JointLayout, MessageLayout
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
@@ -211,7 +212,7 @@ class QuantizedAllReduce:
         return self._reduction.config
 
     @property
-    def bits(self) -> float | None:
+    def bits(self) -> Bits:
         """Bits of a gathered value, which are those of the last hop."""
         return self._pieces.bits
 

@@ -21,6 +21,7 @@ from sdp4bit.collectives.sections import Range, common_ranges
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig
+from sdp4bit.quantization.formats import Bits
 from sdp4bit.traffic import TrafficCounter
 
 GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce  # a collective that quantizes gradients
@@ -112,7 +113,7 @@ class Group:
         self._was_refreshed = False
         self.reductions = 0  # quantized reductions so far; part of the counter for rounding bits
         self.all_reduces = 0  # quantized ones so far
-        self.gradient_bits: float | None = None  # bits of the last reduction; None for full precision
+        self.gradient_bits: Bits = None  # bits of the last reduction; None for full precision
         self.gradient_sample: Tensor | None = None
         """Sample of the last reduction in a step that will be measured."""
         self.counts_nonfinite = False  # whether steps are measured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sdp4bit.config import GradientConfig
-from sdp4bit.quantization.layout import BLOCK
+from sdp4bit.quantization.formats import BLOCK
 
 
 def piece_count(*, nodes: int, ranks_per_node: int) -> int:

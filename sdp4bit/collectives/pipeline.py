@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from sdp4bit.config import GradientConfig
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, SCALE_BYTES, round_up
+from sdp4bit.quantization.formats import BLOCK, format_of
+from sdp4bit.quantization.layout import bytes_per_value, round_up
 
 Steps = Iterator[None]
 """A collective that pauses while a transfer is in flight."""
@@ -60,16 +61,11 @@ def pipeline_chunks(numel: int, *, config: GradientConfig, nodes: int, ranks_per
         return config.pipeline_chunks
     if nodes == 1 or ranks_per_node == 1:
         return 1
-    intra = _message_bytes(numel * nodes, config.intra_bits, config.intra_group_size) * (ranks_per_node - 1)
-    inter = _message_bytes(numel, config.inter_bits, config.inter_group_size) * (nodes - 1)
+    intra = bytes_per_value(format_of(config.intra_bits), group_size=config.intra_group_size)
+    inter = bytes_per_value(format_of(config.inter_bits), group_size=config.inter_group_size)
+    intra, inter = numel * nodes * intra * (ranks_per_node - 1), numel * inter * (nodes - 1)
     shorter = min(intra / INTRA_RATE, inter / INTER_RATE)
     return min(MOST_SLICES, max(1, int(math.sqrt(shorter / SLICE_SECONDS))))
-
-
-def _message_bytes(numel: int, bits: float | None, group_size: int) -> float:
-    if bits is None:
-        return numel * FULL_PRECISION / 8
-    return numel * (bits / 8 + SCALE_BYTES / group_size)
 
 
 def slice_places(

@@ -17,8 +17,9 @@ from sdp4bit.collectives.topology import Topology
 from sdp4bit.config import GradientConfig, Rounding
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.formats import BLOCK, Bits
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, JointLayout, MessageLayout, round_up
+from sdp4bit.quantization.layout import JointLayout, MessageLayout, round_up
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
 
@@ -31,7 +32,7 @@ class Hop:
     stage: Stage
     size: int
     own: int  # index of this rank
-    bits: float | None
+    bits: Bits
     group_size: int
     rounding: Rounding
 
@@ -104,11 +105,11 @@ def _count_nonfinite_groups(values: Tensor, group_size: int) -> Tensor:
 
 
 def count_nonfinite(messages: Tensor, layout: MessageLayout) -> Tensor:
-    """Return the number of non-finite groups (with 32 bits: values) in messages, uint8 [m, nbytes]."""
-    if layout.bits == FULL_PRECISION:
-        numbers = messages[:, : layout.scales_offset].view(torch.float32)
-    else:
+    """Return the number of non-finite groups (in full precision: values) in messages, uint8 [m, nbytes]."""
+    if layout.format.has_scales:
         numbers = messages[:, layout.scales_offset : layout.payload_bytes].view(torch.bfloat16)
+    else:
+        numbers = messages[:, : layout.scales_offset].view(torch.float32)
     return numbers.isfinite().logical_not_().sum()
 
 
@@ -166,7 +167,7 @@ class QuantizedReduceScatter:
         self.name = name or f"group {bucket}"
 
     @property
-    def bits(self) -> float | None:
+    def bits(self) -> Bits:
         """Bits of a value on the last hop, which is between nodes if there are several nodes."""
         return self.hops[-1].bits
 

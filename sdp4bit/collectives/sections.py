@@ -11,14 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sdp4bit.quantization.layout import (
-    BLOCK,
-    FULL_PRECISION,
-    JointLayout,
-    MessageLayout,
-    message_layout,
-    round_up,
-)
+from sdp4bit.quantization.formats import BLOCK, Bits, format_of
+from sdp4bit.quantization.layout import JointLayout, MessageLayout, message_layout, round_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +21,11 @@ Range = tuple[int, int]  # start and end of a range of a row
 
 FINE_BITS, FINE_GROUP_SIZE = 8, BLOCK
 """Minimum bits and group size of parameters with at most one dimension, that is, norms and biases."""
+
+
+def fine_bits(bits: Bits) -> Bits:
+    """Return the bits of these parameters for the configured bits."""
+    return FINE_BITS if format_of(bits).bits < FINE_BITS else bits
 
 
 def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
@@ -75,16 +74,11 @@ class Section:
         """Return a number that is unique to this section and call."""
         return call * self.count + self.number
 
-    def bits(self, bits: float | None) -> float:
-        """Return the section's bits for the configured bits of a row; 32 for None."""
-        if bits is None:
-            return FULL_PRECISION
-        return max(bits, FINE_BITS) if self.is_fine else bits
-
-    def layout(self, numel: int, *, bits: float | None, group_size: int, parts: int = 1) -> MessageLayout:
+    def layout(self, numel: int, *, bits: Bits, group_size: int, parts: int = 1) -> MessageLayout:
         """Return the layout of a message part with `numel` values of the section."""
-        size = FINE_GROUP_SIZE if self.is_fine else group_size
-        return message_layout(numel=numel, bits=self.bits(bits), group_size=size, parts=parts)
+        if self.is_fine:
+            bits, group_size = fine_bits(bits), FINE_GROUP_SIZE
+        return message_layout(numel=numel, bits=bits, group_size=group_size, parts=parts)
 
     def within(self, ranges: Sequence[Range]) -> Section:
         """Return the section restricted to ranges of complete parameters."""

@@ -27,7 +27,8 @@ from sdp4bit.collectives.work import CompletedWork, SideStream
 from sdp4bit.config import WeightConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, JointLayout, MessageLayout, message_layout
+from sdp4bit.quantization.formats import BLOCK, Bits
+from sdp4bit.quantization.layout import JointLayout, MessageLayout, message_layout
 from sdp4bit.traffic import Level, TrafficCounter
 
 
@@ -79,7 +80,7 @@ class WeightReplica:
         """Whether the values that this rank sent in the last refresh held NaN or infinity, on the device."""
 
     @property
-    def bits(self) -> float | None:
+    def bits(self) -> Bits:
         """Bits of a value in a quantized refresh; None if refreshes are exact."""
         return self.config.bits
 
@@ -329,7 +330,7 @@ class WeightReplica:
             assert self.rows is not None
             nbytes = sum(end - start for start, end in exact) * self.rows.element_size()
             # In words of 32 bits, like a part in full precision.
-            layouts.append(message_layout(numel=-(-nbytes // 4), bits=FULL_PRECISION, group_size=BLOCK))
+            layouts.append(message_layout(numel=-(-nbytes // 4), bits=None, group_size=BLOCK))
         return JointLayout(tuple(layouts))
 
     def _layout_of(self, numel: int, section: Section) -> MessageLayout:

@@ -17,6 +17,7 @@ from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import AlertConfig
 from sdp4bit.observe.measures import MEASURES, Telemetry
+from sdp4bit.quantization.formats import Bits, format_of
 
 logger = logging.getLogger("sdp4bit")
 _KEPT = 1000
@@ -139,7 +140,7 @@ class Alerts:
 
 def _thresholds_of(group: Group, config: AlertConfig) -> tuple[float | None, ...]:
     """Return a threshold per measure, or None; "auto" is resolved for the fewest bits of the hops."""
-    hops: list[float | None] = []
+    hops: list[Bits] = []
     gradients, weights = group.gradient_config, group.replica and group.replica.config
     collectives = (group.reduction, group.layout), (group.all_reduce, group.replica_layout)
     layouts = [layout for collective, layout in collectives if collective and layout]
@@ -147,6 +148,6 @@ def _thresholds_of(group: Group, config: AlertConfig) -> tuple[float | None, ...
         hops += [gradients.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []
         hops += [gradients.inter_bits] if any(layout.nodes > 1 for layout in layouts) else []
     return config.for_bits(
-        gradients=min((bits for bits in hops if bits), default=None),
+        gradients=min(hops, key=lambda bits: format_of(bits).block_bytes, default=None),
         weights=None if weights is None else weights.bits,
     ).thresholds

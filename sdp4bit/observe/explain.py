@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.pieces import is_long_enough
 from sdp4bit.collectives.pipeline import pipeline_chunks
-from sdp4bit.collectives.sections import FINE_BITS
+from sdp4bit.collectives.sections import FINE_BITS, fine_bits
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.quantization.formats import Bits, format_of
 from sdp4bit.traffic import Traffic
 
 OFF = "off in the configuration"
@@ -75,8 +76,8 @@ def _gradients_of(group: Group, remarks: Remarks) -> str:
     return text
 
 
-def _fine(group: Group, bits: Sequence[float | None]) -> str:
-    has_fewer = any(each is not None and each < FINE_BITS for each in bits)
+def _fine(group: Group, bits: Sequence[Bits]) -> str:
+    has_fewer = any(fine_bits(each) != each for each in bits)
     return f", 1-D in {FINE_BITS} bits" if group.separate_parameters and has_fewer else ""
 
 
@@ -158,7 +159,7 @@ def describe_weights(config: WeightConfig, *, where: str) -> str:
     if config.bits is None:
         return f"full precision, {where}"
     clip = f" clipped at {config.effective_clip:g}" if config.effective_clip < 1 else ""
-    return f"int{config.bits:g}/{config.group_size}{clip} {config.mode}, {where}"
+    return f"{format_of(config.bits).name}/{config.group_size}{clip} {config.mode}, {where}"
 
 
 def describe_gradients(config: GradientConfig, layout: NodeLayout, shard_numel: int) -> str:
@@ -196,5 +197,6 @@ def _bytes(sent: Traffic) -> tuple[str, str]:
     return f"{sent.intra_bytes:,.0f}", f"{sent.inter_bytes:,.0f}"
 
 
-def _hop(bits: float | None, group_size: int) -> str:
-    return "fp32" if bits is None else f"int{bits:g}/{group_size}"
+def _hop(bits: Bits, group_size: int) -> str:
+    chosen = format_of(bits)
+    return f"{chosen.name}/{group_size}" if chosen.has_scales else chosen.name

@@ -20,6 +20,7 @@ from sdp4bit.observe.measures import (
     total_error,
     total_measures,
 )
+from sdp4bit.quantization.formats import Bits
 from sdp4bit.traffic import Traffic
 
 
@@ -44,9 +45,9 @@ class GroupStats(Measures):
     """Bytes sent to other nodes in the last step."""
     compression_ratio: float | None
     """Bytes between nodes without sdp4bit over those with it; None before the first step."""
-    weight_bits: float | None
+    weight_bits: Bits
     """Current bits; None for full precision."""
-    gradient_bits: float | None
+    gradient_bits: Bits
     """Bits on the last hop of the last reduction; None for full precision."""
 
 

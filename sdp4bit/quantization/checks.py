@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdp4bit.config import LEAST_CLIP
-from sdp4bit.quantization.layout import BLOCK, MESSAGE_ALIGNMENT, MessageLayout, round_up
+from sdp4bit.quantization.formats import BLOCK, LEAST_CLIP
+from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout, round_up
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdp4bit.quantization.layout import BLOCK
+from sdp4bit.quantization.formats import BLOCK
 
 STRIDES = (1, 2, 4, 8, 16)
 INVERSE_FACTOR = 1.0 / BLOCK

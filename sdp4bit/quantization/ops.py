@@ -11,6 +11,7 @@ import importlib.util
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Literal
 
@@ -79,13 +80,25 @@ def _automatic_backend(device_type: str) -> ModuleType:
     return _loaded[key]
 
 
-def _backend(tensor: Tensor) -> ModuleType:
+def _backend(tensor: Tensor, *layouts: MessageLayout) -> ModuleType:
     name = _forced[-1] if _forced else "auto"
     if name == "reference":
         return reference
-    if name == "auto":
-        return _automatic_backend(tensor.device.type)
-    return _load(name)
+    module = _automatic_backend(tensor.device.type) if name == "auto" else _load(name)
+    for layout in layouts:
+        if module is not reference and layout.format.name not in module.FORMATS:
+            _warn_of_format(module.__name__, layout.format.name)
+            return reference
+    return module
+
+
+@cache
+def _warn_of_format(module: str, name: str) -> None:
+    warnings.warn(
+        f"sdp4bit: {module} has no format {name}, using the plain PyTorch reference, which is many times "
+        "slower; add it to FORMATS there",
+        stacklevel=4,
+    )
 
 
 def backend_name(device_type: str) -> str:
@@ -145,7 +158,7 @@ def subtract_quantize(
         check_values("replica", replica, messages=out)
     check_clip(clip)
     with profiler_range("sdp4bit::subtract_quantize"):
-        _backend(out).subtract_quantize(main, replica=replica, out=out, layout=layout, clip=clip)
+        _backend(out, layout).subtract_quantize(main, replica=replica, out=out, layout=layout, clip=clip)
 
 
 def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
@@ -163,7 +176,9 @@ def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, 
     check_messages("messages", messages, count=replica.shape[0], layout=layout)
     check_values("replica", replica, messages=messages)
     with profiler_range("sdp4bit::dequantize_add"):
-        _backend(replica).dequantize_add(messages, replica=replica, layout=layout, accumulate=accumulate)
+        _backend(replica, layout).dequantize_add(
+            messages, replica=replica, layout=layout, accumulate=accumulate
+        )
 
 
 def hadamard_quantize(
@@ -188,7 +203,9 @@ def hadamard_quantize(
     check_values("values", values, messages=out)
     check_rounding(rounding, rows=destinations * parts, numel=numel)
     with profiler_range("sdp4bit::hadamard_quantize"):
-        _backend(out).hadamard_quantize(values, out=out, layout=layout, hadamard=hadamard, rounding=rounding)
+        _backend(out, layout).hadamard_quantize(
+            values, out=out, layout=layout, hadamard=hadamard, rounding=rounding
+        )
 
 
 def dequantize_reduce_quantize(
@@ -224,7 +241,7 @@ def dequantize_reduce_quantize(
     check_rounding(rounding, rows=parts, numel=sent.numel)
     check_dither(dither, rows=parts, numel=received.numel)
     with profiler_range("sdp4bit::dequantize_reduce_quantize"):
-        _backend(out).dequantize_reduce_quantize(
+        _backend(out, received, sent).dequantize_reduce_quantize(
             messages,
             received=received,
             out=out,
@@ -266,7 +283,7 @@ def dequantize_reduce_hadamard(
     check_values("out", out, messages=messages)
     check_dither(dither, rows=1, numel=layout.numel)
     with profiler_range("sdp4bit::dequantize_reduce_hadamard"):
-        _backend(out).dequantize_reduce_hadamard(
+        _backend(out, layout).dequantize_reduce_hadamard(
             messages,
             out=out,
             layout=layout,

@@ -12,17 +12,16 @@ The numbers are chosen so that fp32 arithmetic gives one answer everywhere:
   (code + 1/2 - r / 65536) * scale. The error is uniform over one step, independent of x and unbiased, with
   half the variance. Only the upper 8 bits of r are subtracted, plus half a unit for the others. All 16 would
   make the product with the scale inexact, to reduce the variance by 2**-16.
-* With dither, an x whose fixed-point number is 0 gets the otherwise unused lowest code, which decodes to 0.
-  So values without a gradient on any sender stay exactly unchanged. 3.5 bits have no unused code. There a
-  pair of such values, as in a block of zeros, gets the unused number 121.
+* With dither, an x whose fixed-point number is 0 gets an otherwise unused code that decodes to 0, so that
+  values without a gradient on any sender stay exactly unchanged.
 * A group with NaN or Inf gets a NaN scale and dequantizes to NaN, so that a loss scaler or a norm check sees
   it. With 2 bits so does a group above 3.36e38, whose scale would be rounded up to infinity. A group below
   2**-100 becomes zero in any flush-to-zero mode.
 * Sums start from +0.0 and add the contributions in rank order, in fp32.
 
-Message layout: :mod:`sdp4bit.quantization.layout`. Quantizer: paper section 2.2, with the 2**(b-1)-1
-symmetric levels of the reference implementation. The integer scale, the packing and 11 levels are this
-project's own.
+Messages: :mod:`sdp4bit.quantization.layout` and :mod:`sdp4bit.quantization.formats`. Quantizer: paper section
+2.2, with the 2**(b-1)-1 symmetric levels of the reference implementation. The integer scale, the packing and
+11 levels are this project's own.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sdp4bit.quantization.formats import BLOCK, Format
 from sdp4bit.quantization.hadamard import hadamard32
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MessageLayout, largest_code
+from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, random_bits16
 
 _ABS_MASK = 0x7FFFFFFF
@@ -44,18 +44,13 @@ _SCALE_ROUND_UP = 0x10003
 _HIGH_HALF = -65536  # 0xFFFF0000 as int32
 _FIXED_POINT = 65536.0
 _HALF = 0x8000
-_PAIRS = (-1, 2, BLOCK // 2)
-"""Blocks, with the pairs of 3.5 bits as columns."""
-_ZERO_PAIR = (-5, 6)
-"""Codes, the second out of range, whose pair is the number 121."""
 
 
-def compute_scales(groups: Tensor, bits: float, clip: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def compute_scales(groups: Tensor, format: Format, clip: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scale of each group, its fixed-point reciprocal, and whether it is not finite.
 
     Args:
         groups: fp32 [..., group size].
-        bits: 2, 3, 3.5, 4 or 8.
         clip: fraction of a group's largest magnitude that the largest code represents.
 
     Returns:
@@ -64,7 +59,7 @@ def compute_scales(groups: Tensor, bits: float, clip: float = 1.0) -> tuple[Tens
     largest = (groups.view(torch.int32) & _ABS_MASK).amax(-1)
     not_finite = largest >= _INFINITY_BITS
     tiny = largest < _TINY_BITS
-    step = largest.view(torch.float32) * torch.tensor(clip / largest_code(bits), dtype=torch.float32)
+    step = largest.view(torch.float32) * torch.tensor(clip / format.largest, dtype=torch.float32)
     scale_bits = (step.view(torch.int32) + _SCALE_ROUND_UP) & _HIGH_HALF
     not_finite |= scale_bits >= _INFINITY_BITS
     scale_bits = scale_bits.masked_fill(not_finite, _NAN_SCALE << 16).masked_fill(tiny, 0)
@@ -74,32 +69,26 @@ def compute_scales(groups: Tensor, bits: float, clip: float = 1.0) -> tuple[Tens
 
 
 def quantize_groups(
-    groups: Tensor, bits: float, random: Tensor | None, *, clip: float = 1.0, dither: bool = False
+    groups: Tensor, format: Format, random: Tensor | None, *, clip: float = 1.0, dither: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the codes (int32, shape of groups) and the bf16 scales [...] of fp32 groups [..., size].
 
     Args:
         random: 16 random bits per value, int32, for stochastic rounding or dither; None rounds to nearest.
         clip: as in compute_scales.
-        dither: give zeros the lowest code, or that of a pair, for :func:`subtract_dither`.
+        dither: mark zeros, for :func:`subtract_dither`.
     """
-    scales, reciprocal, not_finite = compute_scales(groups, bits, clip)
+    scales, reciprocal, not_finite = compute_scales(groups, format, clip)
     finite = groups.masked_fill(not_finite.unsqueeze(-1), 0.0)
     fixed = (finite * reciprocal.unsqueeze(-1)).to(torch.int32)
     if clip < 1:
-        limit = largest_code(bits) << 16
+        limit = format.largest << 16
         fixed = fixed.clamp(-limit, limit)
     codes = (fixed + (_HALF if random is None else random)) >> 16
-    if dither and bits == 3.5:
-        is_zero = (fixed == 0).unflatten(-1, _PAIRS).all(-2, keepdim=True)
-        marks = torch.tensor(_ZERO_PAIR, dtype=torch.int32, device=codes.device).unsqueeze(-1)
-        codes = torch.where(is_zero, marks, codes.unflatten(-1, _PAIRS)).flatten(-3)
-    elif dither:
-        codes = codes.masked_fill(fixed == 0, -1 - largest_code(bits))
-    return codes, scales
+    return format.mark_zeros(codes, fixed == 0) if dither else codes, scales
 
 
-def subtract_dither(codes: Tensor, bits: float, random: Tensor) -> Tensor:
+def subtract_dither(codes: Tensor, format: Format, random: Tensor) -> Tensor:
     """Decode dithered codes exactly, in units of their scale: fp32 of the shape of the codes.
 
     Args:
@@ -108,11 +97,7 @@ def subtract_dither(codes: Tensor, bits: float, random: Tensor) -> Tensor:
     """
     # (upper 8 bits + 1/2) / 256 is the midpoint of the numbers in [0, 1) that begin with these bits.
     dither = ((random >> 8) * 2 + 1).float() / 512
-    is_zero = codes == -1 - largest_code(bits)
-    if bits == 3.5:
-        pairs = codes.unflatten(-1, _PAIRS)
-        is_zero = (pairs[..., 1:, :] == _ZERO_PAIR[1]).expand_as(pairs).flatten(-3)
-    return (codes.float() + (0.5 - dither)).masked_fill(is_zero, 0.0)
+    return (codes.float() + (0.5 - dither)).masked_fill(format.find_zeros(codes), 0.0)
 
 
 def _group_ranges(layout: MessageLayout) -> Iterator[tuple[int, int, int, int]]:
@@ -146,61 +131,6 @@ def _scales_of(messages: Tensor, layout: MessageLayout) -> Tensor:
     return scales
 
 
-def _pack_in_order(numbers: Tensor, width: int) -> Tensor:
-    """Return numbers of 1 or 2 bits, int32 [..., n], in bytes [..., n * width / 8], the first lowest."""
-    shifts = torch.arange(0, 8, width, dtype=torch.int32, device=numbers.device)
-    bytewise: Tensor = numbers.unflatten(-1, (-1, 8 // width))
-    return (bytewise << shifts).sum(-1).to(torch.uint8)
-
-
-def _unpack_in_order(packed: Tensor, width: int) -> Tensor:
-    """Return the numbers of 1 or 2 bits in bytes [..., n], uint8 [..., n * 8 / width]."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(-1) >> shifts & (1 << width) - 1).flatten(-2)
-
-
-def _regroup(numbers: Tensor, width: int, new_width: int) -> Tensor:
-    """Return the bits of numbers of 7 or 8 bits, int64 [..., n], in numbers of the other width."""
-    shifts = torch.arange(8, device=numbers.device)
-    sevens: Tensor = numbers.unflatten(-1, (-1, 56 // width))  # or eights, 56 bits
-    words = (sevens << width * shifts[: 56 // width]).sum(-1, keepdim=True)
-    return (words >> new_width * shifts[: 56 // new_width] & (1 << new_width) - 1).flatten(-2)
-
-
-def pack(codes: Tensor, bits: float) -> Tensor:
-    """Return the codes of a group, int32 [..., size], as bytes [..., size * bits / 8]; see the layout."""
-    if bits == 8:
-        return codes.to(torch.int8).view(torch.uint8)
-    if bits == 3.5:
-        pairs = (codes.long() + 5).unflatten(-1, _PAIRS)
-        return _regroup((pairs[..., 0, :] + 11 * pairs[..., 1, :]).flatten(-2), 7, 8).to(torch.uint8)
-    offset = codes + largest_code(bits) + 1
-    if bits == 4:
-        half = codes.shape[-1] // 2
-        return (offset[..., :half] | offset[..., half:] << 4).to(torch.uint8)
-    if bits == 2:
-        return _pack_in_order(offset, 2)
-    blocks: Tensor = offset.unflatten(-1, (-1, BLOCK))
-    return torch.cat([_pack_in_order(blocks & 3, 2), _pack_in_order(blocks >> 2, 1)], dim=-1).flatten(-2)
-
-
-def unpack(packed: Tensor, bits: float) -> Tensor:
-    """Return the codes of a group, int8 [..., size], from its bytes."""
-    if bits == 8:
-        return packed.contiguous().view(torch.int8)
-    if bits == 3.5:
-        pairs = _regroup(packed.long(), 8, 7).unflatten(-1, (-1, 16))
-        return torch.stack([pairs % 11, pairs // 11], dim=-2).flatten(-3).to(torch.int8) - 5
-    if bits == 4:
-        offset = torch.cat([packed & 15, packed >> 4], dim=-1)
-    elif bits == 2:
-        offset = _unpack_in_order(packed, 2)
-    else:
-        low, high = packed.unflatten(-1, (-1, BLOCK * 3 // 8)).split([BLOCK // 4, BLOCK // 8], dim=-1)
-        offset = (_unpack_in_order(low, 2) | _unpack_in_order(high, 1) << 2).flatten(-2)
-    return offset.to(torch.int8) - (largest_code(bits) + 1)
-
-
 def encode(
     values: Tensor, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None, clip: float = 1.0
 ) -> None:
@@ -209,7 +139,7 @@ def encode(
     if not layout.padded_numel:
         return
     codes = _codes_of(out, layout)
-    if layout.bits == FULL_PRECISION:
+    if not layout.format.has_scales:
         codes.copy_(values.view(torch.uint8))
         return
     scales = _scales_of(out, layout)
@@ -221,9 +151,9 @@ def encode(
         grouped = values[..., first : first + count].unflatten(-1, (-1, size)).contiguous()
         bits = None if random is None else random[..., first : first + count].unflatten(-1, (-1, size))
         dither = rounding is not None and rounding.dither
-        integer, group_scales = quantize_groups(grouped, layout.bits, bits, clip=clip, dither=dither)
-        start = first // BLOCK * layout.block_bytes
-        packed = pack(integer, layout.bits).flatten(-2)
+        integer, group_scales = quantize_groups(grouped, layout.format, bits, clip=clip, dither=dither)
+        start = first // BLOCK * layout.format.block_bytes
+        packed = layout.format.pack(integer).flatten(-2)
         codes[..., start : start + packed.shape[-1]] = packed
         scales[..., group : group + count // size] = group_scales
 
@@ -247,19 +177,19 @@ def decode(
     if not layout.padded_numel:
         return torch.zeros(shape, dtype=torch.float32, device=messages.device)
     codes = _codes_of(messages, layout)[:, parts]
-    if layout.bits == FULL_PRECISION:
+    if not layout.format.has_scales:
         return codes.contiguous().view(torch.float32)
     scales = _scales_of(messages, layout)[:, parts]
     values = torch.empty(shape, dtype=torch.float32, device=messages.device)
     for first, count, group, size in _group_ranges(layout):
-        start, end = (place // BLOCK * layout.block_bytes for place in (first, first + count))
+        start, end = (place // BLOCK * layout.format.block_bytes for place in (first, first + count))
         packed = codes[..., start:end].unflatten(-1, (count // size, -1))
         group_scales = scales[..., group : group + count // size].float().unsqueeze(-1)
-        integer = unpack(packed, layout.bits)
+        integer = layout.format.unpack(packed)
         units = integer.float()
         if random is not None:
             drawn = random[..., first : first + count].unflatten(-1, (-1, size))
-            units = subtract_dither(integer, layout.bits, drawn)
+            units = subtract_dither(integer, layout.format, drawn)
         values[..., first : first + count] = (units * group_scales).flatten(-2)
     return values
 

@@ -19,8 +19,9 @@ from sdp4bit.collectives.exchange import start_all_to_all
 from sdp4bit.collectives.topology import Topology, create_topology, destroy_topology, host_name
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.formats import BLOCK
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
-from sdp4bit.quantization.layout import BLOCK, message_layout, round_up
+from sdp4bit.quantization.layout import message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import wrapped, write_atomically

@@ -14,7 +14,8 @@ from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_places
 from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY, group_unit, slice_places
 from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.quantization.layout import BLOCK, JointLayout
+from sdp4bit.quantization.formats import BLOCK, Bits
+from sdp4bit.quantization.layout import JointLayout
 from sdp4bit.traffic import Level
 from sdp4bit_lab.plan.model import ShardedGroup
 
@@ -65,7 +66,7 @@ def ring(row_bytes: float, *, grid: RankGrid, times: int = 1) -> Exchange:
 
 
 def _message(
-    pieces: Sequence[tuple[Section, int]], *, bits: float | None, group_size: int, rows: int = 1
+    pieces: Sequence[tuple[Section, int]], *, bits: Bits, group_size: int, rows: int = 1
 ) -> JointLayout:
     """Return the layout of a message of `rows` rows with the given number of values per section."""
     layouts = (section.layout(n, bits=bits, group_size=group_size, parts=rows) for section, n in pieces)

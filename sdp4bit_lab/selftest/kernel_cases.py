@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.layout import FULL_PRECISION, MessageLayout, largest_code
+from sdp4bit.quantization.formats import format_of
+from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ ROUNDINGS = (None, KEY, DITHER._replace(sender=5))
 DITHERS = (None, DITHER._replace(first=96, row_stride=32 * 555))
 CLIPS = (1.0, 0.6, 0.25)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALL_BITS = (*QUANTIZED_BITS, FULL_PRECISION)
+ALL_BITS = (*QUANTIZED_BITS, 32)
 HOPS = (
     *((8, 4), (4, 8), (4, 4), (8, 8), (32, 8), (32, 4), (8, 32), (32, 32)),
     *((8, 3), (8, 2), (3, 2), (2, 3), (4, 2), (3, 4), (2, 8), (3, 32)),
@@ -91,7 +92,7 @@ def make_messages(count: int, layout: MessageLayout, seed: int, special: bool = 
     generator = torch.Generator().manual_seed(seed)
     messages = guarded_messages(count, layout)
     codes = torch.randint(0, 256, (count, layout.scales_offset), generator=generator, dtype=torch.uint8)
-    if layout.bits == FULL_PRECISION:
+    if not layout.format.has_scales:
         values = make_values(count, layout.parts, layout.padded_numel, seed=seed)
         if special:
             # This NaN becomes -0 if its bits are rounded to bf16 like those of a number.
@@ -235,7 +236,7 @@ def scales_that_round_up() -> Iterator[KernelCase]:
     """Yield groups whose unrounded scales have low 16 bits close to a bf16 rounding boundary."""
     for bits in QUANTIZED_BITS:
         candidates = (torch.arange(1 << 22, dtype=torch.int32) + 0x40400000).view(torch.float32)
-        step = candidates * torch.tensor(1.0 / largest_code(bits), dtype=torch.float32)
+        step = candidates * torch.tensor(1.0 / format_of(bits).largest, dtype=torch.float32)
         low = step.view(torch.int32) & 0xFFFF
         main = torch.zeros(32, 32)
         main[:, 3] = torch.cat([candidates[low == edge % 0x10000][:2] for edge in range(0xFFF8, 0x10008)])
@@ -304,7 +305,7 @@ def difference(
     results = [_call(operator, arguments, "reference", CPU), _call(operator, arguments, backend, device)]
     for name in (name for name, value in arguments.items() if isinstance(value, Tensor)):
         expected, result = (whole(each[name]).to(CPU) for each in results)
-        if name == written and result.dtype == torch.uint8 and layout and layout.bits == FULL_PRECISION:
+        if name == written and result.dtype == torch.uint8 and layout and not layout.format.has_scales:
             # All NaNs compare equal.
             expected, result = expected.view(torch.float32), result.view(torch.float32)
         different = bits_of(result) != bits_of(expected)

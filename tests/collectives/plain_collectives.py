@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.quantization import reference
+from sdp4bit.quantization.formats import Bits, format_of
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, hadamard32
 from sdp4bit.quantization.layout import round_up
 from sdp4bit.quantization.random import Stage, derive_keys, pack_stream, random_bits16
@@ -28,7 +29,7 @@ def padded(rows: Tensor) -> Tensor:
 
 def passed(
     rows: Tensor,
-    bits: float | None,
+    bits: Bits,
     group_size: int,
     random: Tensor | None,
     *,
@@ -46,16 +47,14 @@ def passed(
         span = (..., slice(start, start + group_size))
         draws = None if random is None else random[span]
         codes, scale = reference.quantize_groups(
-            rows[span].contiguous(), bits, draws, clip=clip, dither=dither
+            rows[span].contiguous(), format_of(bits), draws, clip=clip, dither=dither
         )
         scale = scale.float().unsqueeze(-1)
         units = codes.float()
         if dither:
             # Uniform numbers of 8 bits in the middle of their intervals; the lowest code is an exact zero.
             uniform = (draws // 256 + 0.5) / 256
-            is_zero = codes == -(2 ** (bits - 1))
-            if bits == 3.5:  # or 6 as the second code of a pair, which has both
-                is_zero = (codes == 6) | (codes.roll(-16, -1) == 6)
+            is_zero = format_of(bits).find_zeros(codes)
             units = torch.where(is_zero, 0.0, units + 0.5 - uniform)
         values[span] = units * scale
         # A step of the grid, or half of one; 2**-7 more for arithmetic on 16 fractional bits.

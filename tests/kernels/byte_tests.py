@@ -10,7 +10,8 @@ import torch
 
 from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.layout import MessageLayout, largest_code
+from sdp4bit.quantization.formats import format_of
+from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit_lab.selftest.kernel_cases import (
     BY_SHAPE,
     EDGE_CASES,
@@ -57,7 +58,7 @@ class ByteTests:
     def test_ties_of_every_scale(self, bits):
         """Values half way between two codes, whose rounding shows the last bit of the scale's reciprocal."""
         scales = torch.arange(0x3F80, 0x4000).to(torch.int16).view(torch.bfloat16)
-        largest = largest_code(bits)
+        largest = format_of(bits).largest
         ties = torch.arange(32) % max(2 * largest - 3, 2) + min(2.5 - largest, -0.5)
         main = ties * scales.float()[:, None]
         # A scale is rounded up from that of the largest value, which here is the next lower one's exactly.

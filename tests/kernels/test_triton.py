@@ -48,7 +48,8 @@ SOME = settings(
 
 
 def run_in_interpreter(marker: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marker, "-p", "no:cacheprovider", __file__]
+    files = [__file__, str(ROOT / "tests/kernels/test_new_formats.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marker, "-p", "no:cacheprovider", *files]
     result = subprocess.run(
         command,
         cwd=ROOT,

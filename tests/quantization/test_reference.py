@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import reference
+from sdp4bit.quantization.formats import format_of
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import random_bits16
 from tests.quantization.oracle import (
@@ -36,7 +37,7 @@ from tests.quantization.oracle import (
 def scale_of(largest: float, bits: float) -> Tensor:
     group = torch.zeros(1, 32)
     group[0, 5] = largest
-    return reference.compute_scales(group, bits)[0][0]
+    return reference.compute_scales(group, format_of(bits))[0][0]
 
 
 @repeatable
@@ -82,9 +83,9 @@ def test_group_below_2_to_the_minus_100_is_zero_and_at_it_is_not(bits: float) ->
 )
 def test_codes_stay_in_range_without_a_clamp(group: list[float], bits: float, draw: int) -> None:
     values = torch.tensor([group])
-    codes, scales = reference.quantize_groups(values, bits, torch.full((1, 32), draw).int())
+    codes, scales = reference.quantize_groups(values, format_of(bits), torch.full((1, 32), draw).int())
     assert codes.abs().max().item() <= QMAX[bits]
-    _, reciprocal, _ = reference.compute_scales(values, bits)
+    _, reciprocal, _ = reference.compute_scales(values, format_of(bits))
     assert (values * reciprocal).abs().max().item() <= QMAX[bits] * 65536
     assert scales.isfinite().all() or (bits == 2 and values.abs().max().item() > 3.36e38)
 
@@ -94,7 +95,7 @@ def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: floa
     # All 2**23 mantissas in one binade; the scale rule does not depend on the exponent.
     values = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32).view(-1, 1)
     for piece in values.split(1 << 20):
-        scales, reciprocal, _ = reference.compute_scales(piece, bits)
+        scales, reciprocal, _ = reference.compute_scales(piece, format_of(bits))
         step = (piece[:, 0].numpy().astype(np.float64) * rounded(1.0 / QMAX[bits])).astype(np.float32)
         expected = -(-(step.view(np.int32).astype(np.int64) + 4) // 65536)
         assert np.array_equal(scales.view(torch.int16).numpy(), expected)
@@ -111,9 +112,9 @@ def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: floa
 @given(st.lists(finite_floats, min_size=32, max_size=32), st.sampled_from(QUANTIZED_BITS))
 def test_every_random_draw_gives_a_neighbouring_level(group: list[float], bits: float) -> None:
     values = torch.tensor([group])
-    down, _ = reference.quantize_groups(values, bits, torch.zeros(1, 32).int())
-    up, _ = reference.quantize_groups(values, bits, torch.full((1, 32), 0xFFFF).int())
-    nearest, _ = reference.quantize_groups(values, bits, None)
+    down, _ = reference.quantize_groups(values, format_of(bits), torch.zeros(1, 32).int())
+    up, _ = reference.quantize_groups(values, format_of(bits), torch.full((1, 32), 0xFFFF).int())
+    nearest, _ = reference.quantize_groups(values, format_of(bits), None)
     assert ((up - down >= 0) & (up - down <= 1)).all()
     assert ((nearest == down) | (nearest == up)).all()
 
@@ -122,8 +123,8 @@ def test_every_random_draw_gives_a_neighbouring_level(group: list[float], bits: 
 def test_mean_over_all_draws_is_the_fixed_point_value_exactly(bits: float) -> None:
     group = values_of(1, 32, seed=3)
     draws = torch.arange(65536, dtype=torch.int32).view(-1, 1).expand(-1, 32)
-    codes, _ = reference.quantize_groups(group.expand(65536, 32), bits, draws)
-    _, reciprocal, _ = reference.compute_scales(group, bits)
+    codes, _ = reference.quantize_groups(group.expand(65536, 32), format_of(bits), draws)
+    _, reciprocal, _ = reference.compute_scales(group, format_of(bits))
     fixed = (group * reciprocal).double().trunc()
     assert torch.equal(codes.double().sum(0), fixed[0])
     # Truncation moves a value by less than 2**-16 of a level, towards zero.
@@ -134,7 +135,7 @@ def test_nearest_rounds_ties_up() -> None:
     # 6.99 / 7 rounds up to a scale of exactly one: multiples of a half are ties.
     group = torch.zeros(1, 32)
     group[0, :7] = torch.tensor([6.99, 0.5, -0.5, 1.5, -1.5, 2.5, -2.5])
-    codes, scales = reference.quantize_groups(group, 4, None)
+    codes, scales = reference.quantize_groups(group, format_of(4), None)
     assert scales.item() == 1.0
     assert codes[0, :7].tolist() == [7, 1, 0, 2, -1, 3, -2]
 
@@ -153,7 +154,7 @@ def test_clipped_groups_equal_the_oracle(
     group: list[float], bits: float, clip: float, stochastic: bool
 ) -> None:
     draws = random_bits16(0, 32, 3, 5) if stochastic else torch.full((32,), 0x8000).int()
-    codes, scales = reference.quantize_groups(torch.tensor([group]), bits, draws[None], clip=clip)
+    codes, scales = reference.quantize_groups(torch.tensor([group]), format_of(bits), draws[None], clip=clip)
     expected, scale = oracle_group(group, bits, draws.tolist(), clip)
     assert codes[0].tolist() == expected
     assert scales.view(torch.int16).item() == scale
@@ -168,7 +169,7 @@ def test_nearest_rounding_contracts_every_group_however_it_is_clipped(
     values = torch.tensor([group]).clamp(-1e30, 1e30)
     largest = values.abs().max()
     for clip in (1.0, 0.6, 0.1):
-        codes, scales = reference.quantize_groups(values, bits, None, clip=clip)
+        codes, scales = reference.quantize_groups(values, format_of(bits), None, clip=clip)
         error = (codes.double() * scales.double()[:, None] - values.double()).abs()
         # A tie is at equal distances; the rounding of the reciprocal may choose the farther level.
         assert (error <= values.double().abs() * (1 + 2**-14)).all()
@@ -185,9 +186,9 @@ def test_dithered_values_come_back_within_half_a_step_and_zeros_as_zeros(bits: f
     values = torch.ones(1, 64)
     values[0, :20] = values[0, 32:40] = values[0, 48:64] = 0  # both of 4 pairs and of 8
     random = random_bits16(0, 64, 3, 5)[None]
-    codes, scales = reference.quantize_groups(values, bits, random, dither=True)
-    received = reference.unpack(reference.pack(codes, bits), bits)
-    error = reference.subtract_dither(received, bits, random) - values / scales.float()
+    codes, scales = reference.quantize_groups(values, format_of(bits), random, dither=True)
+    received = format_of(bits).unpack(format_of(bits).pack(codes))
+    error = reference.subtract_dither(received, format_of(bits), random) - values / scales.float()
     assert error.abs().max() <= 0.5 + 2**-8
     zeros = values == 0
     if bits == 3.5:
@@ -213,9 +214,9 @@ def test_every_code_comes_back(bits: float) -> None:
     """The lowest one, which no value is rounded to, included."""
     lowest = -QMAX[bits] - (bits != 3.5)
     codes = (torch.arange(288, dtype=torch.int32) % (QMAX[bits] - lowest + 1) + lowest)[None]
-    packed = reference.pack(codes, bits)
+    packed = format_of(bits).pack(codes)
     assert packed.shape == (1, 288 * bits / 8)
-    assert torch.equal(reference.unpack(packed, bits).int(), codes)
+    assert torch.equal(format_of(bits).unpack(packed).int(), codes)
 
 
 SHAPES = [

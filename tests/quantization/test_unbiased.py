@@ -9,8 +9,9 @@ import torch
 
 from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.formats import format_of
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
-from sdp4bit.quantization.layout import MessageLayout, largest_code
+from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from tests.quantization.operator_calls import quantized, values_of
 
@@ -43,7 +44,7 @@ def test_stochastic_rounding_is_unbiased(bits: float, hadamard: bool) -> None:
     error = total / count - values.flatten().double()
     # A transformed block has 32 times the squares; back, the mean of 32 independent errors, over 32.
     largest = values.abs().max().item() * (math.sqrt(32) if hadamard else 1)
-    level = largest * (2 if hadamard else 1) / largest_code(bits) * (1 + 2**-6)
+    level = largest * (2 if hadamard else 1) / format_of(bits).largest * (1 + 2**-6)
     deviation = level / 2 / math.sqrt(count) / (math.sqrt(32) if hadamard else 1)
     truncation = level * 2**-16
     # One in 10**9 of a normal deviate is beyond 6.1.

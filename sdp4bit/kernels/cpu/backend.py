@@ -20,10 +20,11 @@ import numba
 import torch
 from torch import Tensor
 
-from sdp4bit.kernels.cpu import kernels, tiles
-from sdp4bit.quantization.layout import SCALE_BYTES, MessageLayout, largest_code, round_up
+from sdp4bit.kernels.cpu import formats, kernels, tiles
+from sdp4bit.quantization.layout import SCALE_BYTES, MessageLayout, round_up
 from sdp4bit.quantization.random import RoundingKey
 
+FORMATS = formats.FORMATS
 _TILE = 1024
 """Values per tile, unless a group is larger."""
 _VALUES_PER_THREAD = 1 << 15
@@ -89,13 +90,13 @@ class _Compiled:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._addresses: dict[tuple[Callable[..., None], tuple[int, ...]], int] = {}
+        self._addresses: dict[tuple[Callable[..., None], kernels.Flags], int] = {}
         self._runners: dict[Callable[..., None], Callable[[int, int, int], None]] = {}
 
     def run(
         self,
         runner: Callable[..., None],
-        kernel: tuple[Callable[..., None], tuple[int, ...]],
+        kernel: tuple[Callable[..., None], kernels.Flags],
         threads: int,
         block: int,
     ) -> None:
@@ -124,7 +125,7 @@ def _tile(padded: int, group_size: int, terms: int) -> tuple[int, int]:
 
 def _run(
     kernel: Callable[..., None],
-    flags: tuple[int, ...],
+    flags: kernels.Flags,
     *parameters: int,
     work: int,
     layout: MessageLayout,
@@ -133,7 +134,7 @@ def _run(
     """Run a kernel on enough threads for `work` values, in tiles that fit the layout.
 
     Args:
-        flags: numbers that the kernel is compiled for.
+        flags: numbers and formats that the kernel is compiled for.
         terms: number of messages to sum.
     """
     if not work:
@@ -198,7 +199,7 @@ def _place_of(part: int, messages: Tensor, layout: MessageLayout) -> tuple[int, 
 
 def _step(layout: MessageLayout, clip: float = 1.0) -> int:
     """Return the fp32 bits of one code unit relative to a group's largest magnitude."""
-    return _float_bits(clip / largest_code(layout.bits))
+    return _float_bits(clip / (layout.format.largest or 1))
 
 
 def subtract_quantize(
@@ -214,12 +215,13 @@ def subtract_quantize(
     replica = replica if replica is None else _readable(replica)
     _run(
         kernels.quantize_rows,
-        (replica is not None, False, clip < 1, tiles.NEAREST),
+        (replica is not None, False, clip < 1, tiles.NEAREST, layout.format),
         main.data_ptr(), main.dtype is torch.bfloat16, 0, 0,
         0 if replica is None else replica.data_ptr(), replica is not None and replica.dtype is torch.bfloat16,
         layout.numel, layout.padded_numel, 1, 1,
         out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
-        layout.groups, layout.block_bytes, layout.group_size, _step(layout, clip), *_rounding_numbers(None),
+        layout.groups, layout.group_size, _step(layout, clip),
+        *_rounding_numbers(None),
         work=layout.numel, layout=layout,
     )  # fmt: skip
 
@@ -238,8 +240,8 @@ def dequantize_add(
     # The sum of the single message starts from -0.0, so that -0.0 is preserved.
     _run(
         kernels.dequantize_rows,
-        (False, False),
-        messages.data_ptr(), messages.stride(0), 1, layout.scales_offset, layout.block_bytes,
+        (False, False, layout.format),
+        messages.data_ptr(), messages.stride(0), 1, layout.scales_offset,
         layout.group_size, rows, layout.numel, layout.padded_numel, target.data_ptr(),
         target.stride(0) * size, size == 2, accumulate, _NEGATIVE_ZERO_BITS, kernels.ONE_BITS,
         *_dither_numbers(None)[:3],
@@ -263,11 +265,11 @@ def hadamard_quantize(
     outer, inner, _ = values.stride()
     _run(
         kernels.quantize_rows,
-        (False, hadamard, False, _rounding_flag(rounding)),
+        (False, hadamard, False, _rounding_flag(rounding), layout.format),
         values.data_ptr(), size == 2, outer * size, inner * size, 0, False,
         layout.numel, layout.padded_numel, destinations, layout.parts,
         out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
-        layout.nbytes, layout.groups, layout.block_bytes, layout.group_size, _step(layout),
+        layout.nbytes, layout.groups, layout.group_size, _step(layout),
         *_rounding_numbers(rounding),
         work=values.numel(), layout=layout,
     )  # fmt: skip
@@ -288,11 +290,11 @@ def dequantize_reduce_quantize(
     codes, scales_offset = _place_of(first_part, messages, received)
     _run(
         kernels.reduce_quantize,
-        (dither is not None, _rounding_flag(rounding)),
+        (dither is not None, _rounding_flag(rounding), received.format, sent.format),
         codes, messages.stride(0), terms, received.code_bytes, scales_offset,
-        received.groups, received.block_bytes, received.group_size, parts, sent.padded_numel,
+        received.groups, received.group_size, parts, sent.padded_numel,
         out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
-        sent.block_bytes, sent.group_size, _step(sent), *_rounding_numbers(rounding),
+        sent.group_size, _step(sent), *_rounding_numbers(rounding),
         *_dither_numbers(dither),
         work=max(terms, 1) * parts * sent.numel, layout=sent, terms=terms,
     )  # fmt: skip
@@ -315,8 +317,8 @@ def dequantize_reduce_hadamard(
     codes, scales_offset = _place_of(part, messages, layout)
     _run(
         kernels.dequantize_rows,
-        (dither is not None, hadamard),
-        codes, messages.stride(0), terms, scales_offset, layout.block_bytes, layout.group_size,
+        (dither is not None, hadamard, layout.format),
+        codes, messages.stride(0), terms, scales_offset, layout.group_size,
         1, layout.numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
         accumulate, 0, _float_bits(multiplier), *_dither_numbers(dither)[:3],
         work=max(terms, 1) * layout.numel, layout=layout, terms=terms,

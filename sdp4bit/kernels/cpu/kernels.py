@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, prange, types
+from numba import cfunc, njit, prange, typeof, types
 from numba.extending import intrinsic, models, register_model
 
-from sdp4bit.kernels.cpu import tiles, vectors
+from sdp4bit.kernels.cpu import formats, tiles, vectors
+from sdp4bit.kernels.cpu.formats import coding_of
 from sdp4bit.kernels.cpu.tiles import (
     encode_tile,
     inline,
@@ -40,21 +41,26 @@ from sdp4bit.kernels.cpu.vectors import (
     store_u8,
     store_u32,
 )
+from sdp4bit.quantization.formats import Format
 
+Flags = tuple[int | Format, ...]
 ONE_BITS = 0x3F800000
 _ZERO = np.float32(0)
 
 
 class Parameters(types.Type):
-    """Address of a block of int64 parameters, with the flags that the kernel is compiled for.
+    """Address of a block of int64 parameters, with the flags and formats that the kernel is compiled for.
 
     The name has a checksum of the inlined sources, because numba's cache checks only the file of the kernel
     and its argument types.
     """
 
-    def __init__(self, flags: tuple[int, ...]) -> None:
+    def __init__(self, flags: Flags) -> None:
         self.flags = flags
-        sources = b"".join(Path(module.__file__).read_bytes() for module in (tiles, vectors))
+        files = {module.__file__ for module in (formats, tiles, vectors)}
+        for format in (each for each in flags if isinstance(each, Format)):
+            files |= {each.py_func.__code__.co_filename for each in formats.FORMATS[format.name] if each}
+        sources = b"".join(Path(file).read_bytes() for file in sorted(files))
         super().__init__(name=f"Parameters({zlib.crc32(sources)}, {flags})")
 
 
@@ -67,13 +73,15 @@ class _ParametersModel(models.PrimitiveModel):
 @intrinsic(prefer_literal=True)
 def _unpack(typing_context, parameters, count):
     """Return flags and parameters, `count` in total."""
-    result = types.UniTuple(types.int64, count.literal_value)
-    flags = [INT64(int(flag)) for flag in parameters.flags]
+    flags = [coding_of(each) if isinstance(each, Format) else int(each) for each in parameters.flags]
+    kinds = [typeof(flag) for flag in flags]
+    result = types.Tuple([*kinds, *[types.int64] * (count.literal_value - len(flags))])
 
     def codegen(context, builder, sig, args):
         block = point(builder, args[0], INT64)
+        constants = [context.get_constant_generic(builder, *each) for each in zip(kinds, flags, strict=True)]
         values = [builder.load(builder.gep(block, [INT64(i)])) for i in range(len(result) - len(flags))]
-        return context.make_tuple(builder, result, flags + values)
+        return context.make_tuple(builder, result, constants + values)
 
     return result(parameters, count), codegen
 
@@ -137,10 +145,10 @@ def _clear_padding(out, messages, stride, payload_bytes, nbytes):
 def quantize_rows(thread, threads, parameters):
     """Quantize the rows of a tensor, minus a replica if there is one, transformed if `hadamard`."""
     (
-        has_replica, hadamard, is_clipped, rounding,
+        has_replica, hadamard, is_clipped, rounding, coding,
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts,
-        out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, width, group_size,
+        out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, group_size,
         step, k0, k1, first, row_stride, mask,
         tile, scratch, scratch_stride,
     ) = _unpack(parameters, 32)  # fmt: skip
@@ -176,9 +184,9 @@ def quantize_rows(thread, threads, parameters):
         message = out + destination * out_stride
         # After the loop over groups, because an int4 byte combines values that are half a group apart.
         encode_tile(
-            total, count, largest, message + part * code_bytes + (start >> 5) * width,
+            total, count, largest, message + part * code_bytes + (start >> 5) * coding.width,
             message + scales_offset + 2 * (part * groups + start // group_size),
-            width, group_size, step, is_clipped,
+            coding, group_size, step, is_clipped,
             rounding, row * row_stride + first + start, k0, k1, mask, spare,
             source + (count << shift), shift,
             other + (count << replica_shift) if has_replica else 0, replica_shift,
@@ -194,9 +202,9 @@ def quantize_rows(thread, threads, parameters):
 def reduce_quantize(thread, threads, parameters):
     """Quantize row i of the sum of all messages into message i."""
     (
-        is_dither, rounding,
-        messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, width_in, group_size_in,
-        parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, width, group_size,
+        is_dither, rounding, received, sent,
+        messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, group_size_in,
+        parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, group_size,
         step, k0, k1, first, row_stride, mask,
         k0_in, k1_in, first_in, row_stride_in, tile, scratch, scratch_stride,
     ) = _unpack(parameters, 32)  # fmt: skip
@@ -215,14 +223,15 @@ def reduce_quantize(thread, threads, parameters):
                 total + 4 * origin, position, min(group_size, count - origin),
                 first_group + group if same else position // group_size_in,
                 messages + part * code_bytes_in, messages + scales_offset_in + 2 * part * groups_in,
-                terms, stride, width_in, group_size_in, padded, table, masks, _ZERO,
+                terms, stride, received, group_size_in, padded, table, masks, _ZERO,
                 is_dither, part * row_stride_in + first_in, k0_in, k1_in, spare,
             )  # fmt: skip
             store_u32(largest + 4 * group, largest_lane(peak))
         message = out + part * out_stride
         encode_tile(
-            total, count, largest, message + (start >> 5) * width, message + scales_offset + 2 * first_group,
-            width, group_size, step, 0, rounding, part * row_stride + first + start, k0, k1, mask, spare,
+            total, count, largest, message + (start >> 5) * sent.width,
+            message + scales_offset + 2 * first_group,
+            sent, group_size, step, 0, rounding, part * row_stride + first + start, k0, k1, mask, spare,
             0, 0, 0, 0,
         )  # fmt: skip
         start += tile
@@ -240,8 +249,8 @@ def dequantize_rows(thread, threads, parameters):
     the bits of fp32 numbers.
     """
     (
-        is_dither, hadamard,
-        messages, stride, terms, scales_offset, width, group_size, rows, numel, padded,
+        is_dither, hadamard, coding,
+        messages, stride, terms, scales_offset, group_size, rows, numel, padded,
         out, out_stride, is_bf16, accumulate, initial, multiplier,
         k0, k1, first, tile, scratch, scratch_stride,
     ) = _unpack(parameters, 23)  # fmt: skip
@@ -255,7 +264,7 @@ def dequantize_rows(thread, threads, parameters):
         message = messages + row * terms * stride
         sum_messages(
             total, start, count, start // group_size, message, message + scales_offset,
-            terms, stride, width, group_size, padded, table, masks, float_from_bits(initial),
+            terms, stride, coding, group_size, padded, table, masks, float_from_bits(initial),
             is_dither, first, k0, k1, spare,
         )  # fmt: skip
         target = out + row * out_stride + (start << shift)
@@ -306,7 +315,7 @@ def _compile(decorator: Callable[..., Any], function: Callable[..., None], *args
         return decorator(*args, **options)(function)
 
 
-def compile_kernel(kernel: Callable[..., None], flags: tuple[int, ...]) -> int:
+def compile_kernel(kernel: Callable[..., None], flags: Flags) -> int:
     """Return the address of a kernel compiled for these flags."""
     kind = types.void(types.int64, types.int64, Parameters(flags))
     compiled: int = _compile(cfunc, kernel, kind, error_model="numpy").address

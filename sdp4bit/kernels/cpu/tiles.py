@@ -14,14 +14,9 @@ from sdp4bit.kernels.cpu.vectors import (
     bits_of,
     float_from_bits,
     float_of_bits,
-    join,
-    load_2_bits,
-    load_3_bits,
     load_bf16,
     load_f32,
     load_f32x16,
-    load_i8,
-    load_pairs,
     load_scalar_u16,
     load_scalar_u32,
     load_u8,
@@ -30,21 +25,16 @@ from sdp4bit.kernels.cpu.vectors import (
     minimum,
     prefetch,
     random_bits16,
-    second_halves,
     shift_left,
     shift_right,
     shift_right_signed,
     splat,
     splat16,
-    store_2_bits,
     store_bf16,
     store_f32,
-    store_pairs,
-    store_third_bits,
     store_u8,
     store_u16,
     store_u32,
-    swap_halves,
     to_float,
     to_int,
     where_equal,
@@ -56,7 +46,7 @@ _TINY = 0x0D800000  # 2**-100
 _NAN_SCALE = 0x7FC0
 _FIXED_POINT = np.float32(65536)
 _HALF = 0x8000
-_ZERO = np.float32(0)
+ZERO = np.float32(0)
 
 # A nibble becomes a float without a shift or a conversion. In fp32, 0x4B000000 | n is 2**23 + n, because the
 # lowest bit of the mantissa is worth 1 there. From 2**19 on bit 4 is worth 1, so a high nibble needs no
@@ -69,16 +59,12 @@ _LOW_OFFSET, _HIGH_OFFSET = np.float32(2**23 + 8), np.float32(2**19 + 8)
 # to 8 are one number, which is put into the mantissa of a float from 2**14 on, whose lowest bit is worth
 # 1/512.
 _DITHER_BASE, _DITHER_BITS = 0x46800000, 0x1FE
-_CODE_SHIFT, _CODE_BITS_4 = 9, 0x1E00
+CODE_SHIFT, _CODE_BITS_4 = 9, 0x1E00
 _DITHER_OFFSET = np.float32(2**14 + 255 / 512)
 """Offset to subtract, besides the one that makes codes unsigned."""
-_SIGN_8 = 0x80 << _CODE_SHIFT
 
 NEAREST, STOCHASTIC, DITHER = 0, 1, 2
 """Rounding modes."""
-
-TWO, THREE, PAIRS, FOUR, EIGHT, FLOATS = 8, 12, 14, 16, 32, 128
-"""Widths of codes, in bytes per block of 32: an integer with 3.5 bits, too."""
 
 inline = njit(
     forceinline=True, error_model="numpy", no_rewrites=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
@@ -86,17 +72,11 @@ inline = njit(
 
 
 @inline
-def offset_of(width):
-    """Return the offset that makes codes unsigned: the largest code, plus 1 except for pairs."""
-    return 5 if width == PAIRS else 1 << ((width >> 2) - 1)
-
-
-@inline
 def load_values(address, is_bf16, count, spare):
     """Return 32 values as fp32, zeros after the first `count`."""
     if count < 32:
         # At the end of a row a full load might read unmapped memory.
-        store_f32(spare, splat(_ZERO))
+        store_f32(spare, splat(ZERO))
         for i in range(count):
             if is_bf16:
                 store_u32(spare + 4 * i, load_scalar_u16(address + 2 * i) << 16)
@@ -134,62 +114,66 @@ def compute_scale(largest, step):
         step: fp32 bits of one code unit relative to the largest |x|.
     """
     if largest < _TINY:
-        return 0, _ZERO
+        return 0, ZERO
     if largest >= _INFINITY:
-        return _NAN_SCALE, _ZERO
+        return _NAN_SCALE, ZERO
     # Adding 0x10003 and truncating 16 bits rounds up with a margin for the rounding of two multiplications,
     # so |x / scale| never exceeds the largest code and codes need no clamp.
     unit = float_from_bits(largest) * float_from_bits(step)
     scale = (bits_from_float(unit) + 0x10003) & 0xFFFF0000
     if scale >= _INFINITY:
-        return _NAN_SCALE, _ZERO
+        return _NAN_SCALE, ZERO
     return scale >> 16, _FIXED_POINT / float_from_bits(scale)
 
 
 @inline
-def fixed_point(values, factor, width, is_clipped, rounding, element, k0, k1, mask):
+def fixed_point(values, factor, coding, is_clipped, rounding, element, k0, k1, mask):
     """Return codes times 65536, rounded except for the truncation, and clamped if `is_clipped`."""
     # Truncate to 16 fractional bits first. Rounding is then integer arithmetic, which is the same everywhere.
     fixed = to_int(load_f32(values) * factor)
     if is_clipped:
-        limit = offset_of(width) - (width != PAIRS) << 16
+        limit = coding.largest << 16
         fixed = maximum(minimum(fixed, splat(limit)), splat(-limit))
     if rounding == NEAREST:
         return fixed + splat(_HALF)
     rounded = fixed + random_bits16(element, k0, k1, mask)
     if rounding == DITHER:
-        if width == PAIRS:  # (0, 11) makes 121, if both are zero
-            zeros = join(splat16(-5 << 16), splat16(6 << 16))
-            return where_equal(fixed | swap_halves(fixed), splat(0), zeros, rounded)
-        return where_equal(fixed, splat(0), splat(-offset_of(width) << 16), rounded)
+        return coding.functions.mark_zeros(fixed, rounded, coding.offset)
     return rounded
 
 
 @inline
-def dither_of(is_dither, width, element, k0, k1):
+def mark_lowest(fixed, rounded, offset):
+    """Return the rounded codes times 65536, with the lowest code for zeros."""
+    return where_equal(fixed, splat(0), splat(-offset << 16), rounded)
+
+
+@inline
+def drop_lowest(codes, units):
+    """Return the units, with 0 for the lowest code."""
+    return where_equal(codes, splat(0), splat(ZERO), units)
+
+
+@inline
+def dither_of(is_dither, element, k0, k1):
     """Return the dither of a block for take_off, without a sender's mask."""
     if is_dither:
-        # Flipping the sign bit makes int8 codes unsigned; here once for all messages.
-        base = _DITHER_BASE | _DITHER_BITS | (_SIGN_8 if width == EIGHT else 0)
         random = random_bits16(element, k0, k1, 0)
-        return shift_right(random, 7) & splat(_DITHER_BITS) ^ splat(base)
+        return shift_right(random, 7) & splat(_DITHER_BITS) ^ splat(_DITHER_BASE | _DITHER_BITS)
     return splat(0)
 
 
 @inline
-def take_off(codes, width, dither, masks, term):
+def take_off(codes, coding, dither, masks, term):
     """Decode dithered codes, in units of their scale.
 
     Args:
-        codes: stored codes, unsigned unless they have 8 bits, shifted by _CODE_SHIFT.
+        codes: unsigned, shifted by CODE_SHIFT.
         masks: address of the terms' masks.
     """
     mask = splat(load_scalar_u32(masks + 4 * term))
     units = float_of_bits(codes ^ (dither ^ mask))
-    units = units - splat(_DITHER_OFFSET + np.float32(offset_of(width)))
-    if width == PAIRS:
-        return where_equal(second_halves(codes), splat(11 << _CODE_SHIFT), splat(_ZERO), units)
-    return where_equal(codes, splat(_SIGN_8 if width == EIGHT else 0), splat(_ZERO), units)
+    return coding.functions.drop_zeros(codes, units - splat(_DITHER_OFFSET + np.float32(coding.offset)))
 
 
 @inline
@@ -211,65 +195,34 @@ def prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift):
 
 
 @inline
-def store_block(address, numbers, width):
-    """Store 32 codes of 2, 3 or 3.5 bits, without signs."""
-    if width == PAIRS:
-        store_pairs(address, numbers)
-        return
-    if width == TWO:
-        store_2_bits(address, numbers)
-        return
-    store_2_bits(address, numbers & splat(3))
-    store_third_bits(address + 8, numbers)
-
-
-@inline
-def load_numbers(address, width):
-    """Return 32 stored codes of other than 4 bits, unsigned unless they have 8 bits."""
-    if width == EIGHT:
-        return load_u8(address)
-    if width == PAIRS:
-        return load_pairs(address)
-    numbers = load_2_bits(address)
-    if width == THREE:
-        numbers = load_3_bits(address + 8, numbers)
-    return numbers
-
-
-@inline
-def load_units(address, width, is_dither, dither, masks, term):
-    """Decode 32 codes of other than 4 bits, in units of their scale."""
+def load_units(address, coding, is_dither, dither, masks, term):
+    """Decode a block of 32 codes, in units of their scale."""
+    numbers = coding.functions.load(address)
     if is_dither:
-        return take_off(shift_left(load_numbers(address, width), _CODE_SHIFT), width, dither, masks, term)
-    if width == EIGHT:
-        return to_float(load_i8(address))
-    return to_float(load_numbers(address, width) - splat(offset_of(width)))
+        return take_off(shift_left(numbers, CODE_SHIFT), coding, dither, masks, term)
+    return to_float(numbers - splat(coding.offset))
 
 
 @inline
-def encode_group(
-    values, size, factor, codes, width, is_clipped, rounding, element, k0, k1, mask, spare,
+def encode_blocks(
+    values, size, factor, codes, coding, is_clipped, rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
     """Write the codes of one group, and prefetch as many upcoming values and their replica."""
-    if width == EIGHT:
-        for i in range(0, size, 32):
-            prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
-            fixed = fixed_point(
-                values + 4 * i, factor, EIGHT, is_clipped, rounding, element + i, k0, k1, mask
-            )
-            store_u8(codes + i, shift_right_signed(fixed, 16))
-        return
-    if width < FOUR:
-        # The offset that makes codes unsigned is added before the truncation.
-        offset = splat(offset_of(width) << 16)
-        for i in range(0, size, 32):
-            prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
-            fixed = fixed_point(
-                values + 4 * i, factor, width, is_clipped, rounding, element + i, k0, k1, mask
-            )
-            store_block(codes + (i >> 5) * width, shift_right(fixed + offset, 16), width)
-        return
+    # The offset that makes codes unsigned is added before the truncation.
+    offset = splat(coding.offset << 16)
+    for i in range(0, size, 32):
+        prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
+        fixed = fixed_point(values + 4 * i, factor, coding, is_clipped, rounding, element + i, k0, k1, mask)
+        coding.functions.store(codes + (i >> 5) * coding.width, shift_right(fixed + offset, 16))
+
+
+@inline
+def encode_halves(
+    values, size, factor, codes, coding, is_clipped, rounding, element, k0, k1, mask, spare,
+    upcoming, shift, upcoming_replica, replica_shift,
+):  # fmt: skip
+    """Write the codes of one int4 group; see encode_blocks."""
     half = size >> 1
     if size & 32 == 0:
         # The offset of 8 is added before the truncation. A shift by 12 puts the high code into its nibble,
@@ -279,14 +232,16 @@ def encode_group(
             j = i + half
             prefetch_upcoming(2 * i, upcoming, shift, upcoming_replica, replica_shift)
             prefetch_upcoming(2 * i + 32, upcoming, shift, upcoming_replica, replica_shift)
-            low = fixed_point(values + 4 * i, factor, FOUR, is_clipped, rounding, element + i, k0, k1, mask)
-            high = fixed_point(values + 4 * j, factor, FOUR, is_clipped, rounding, element + j, k0, k1, mask)
+            low = fixed_point(values + 4 * i, factor, coding, is_clipped, rounding, element + i, k0, k1, mask)
+            high = fixed_point(
+                values + 4 * j, factor, coding, is_clipped, rounding, element + j, k0, k1, mask
+            )
             low, high = low + offset, high + offset
             store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & high_nibble)
         return
     # Halves begin within a block, so codes are combined in memory.
     for i in range(0, size, 32):
-        fixed = fixed_point(values + 4 * i, factor, FOUR, is_clipped, rounding, element + i, k0, k1, mask)
+        fixed = fixed_point(values + 4 * i, factor, coding, is_clipped, rounding, element + i, k0, k1, mask)
         store_u8(spare + i, shift_right_signed(fixed, 16) + splat(8))
     sixteen = splat16(16)
     for i in range(0, half, 16):
@@ -295,7 +250,7 @@ def encode_group(
 
 @inline
 def encode_tile(
-    values, count, largest, codes, scales, width, group_size, step, is_clipped,
+    values, count, largest, codes, scales, coding, group_size, step, is_clipped,
     rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
@@ -309,7 +264,7 @@ def encode_tile(
         upcoming, upcoming_replica: addresses to prefetch, 0 for none.
         shift, replica_shift: 2 for fp32, 1 for bf16.
     """
-    if width == FLOATS:
+    if not coding.has_scales:
         for i in range(0, count, 32):
             store_f32(codes + 4 * i, load_f32(values + 4 * i))
         return
@@ -324,13 +279,13 @@ def encode_tile(
             # The conversion of NaN to an integer is undefined, so such a group is encoded as zeros.
             first = group * group_size
             for i in range(first, min(first + group_size, count), 32):
-                store_f32(values + 4 * i, splat(_ZERO))
+                store_f32(values + 4 * i, splat(ZERO))
     for group in range(groups):
         first = group * group_size
         factor = splat(float_from_bits(load_scalar_u32(largest + 4 * group)))
-        encode_group(
-            values + 4 * first, min(group_size, count - first), factor, codes + (first >> 5) * width,
-            width, is_clipped, rounding, element + first, k0, k1, mask, spare,
+        coding.functions.encode_group(
+            values + 4 * first, min(group_size, count - first), factor, codes + (first >> 5) * coding.width,
+            coding, is_clipped, rounding, element + first, k0, k1, mask, spare,
             upcoming + (first << shift) if upcoming else 0, shift,
             upcoming_replica + (first << replica_shift) if upcoming_replica else 0, replica_shift,
         )  # fmt: skip
@@ -345,60 +300,69 @@ def record(target, values, peak):
 
 @inline
 def sum_blocks(
-    total, codes, count, width, table, masks, terms, stride, start, peak, is_dither, element, k0, k1
-):
-    """Write start + code * scale + ..., in the order of the terms, and return the peaks so far.
+    total, codes, origin, size, begin, end, coding, table, masks, terms, stride, start, peak,
+    is_dither, element, k0, k1, spare,
+):  # fmt: skip
+    """Write start + code * scale + ... of a part of a group, in the order of the terms; return the peaks.
 
     Args:
-        codes: of other than 4 bits, in consecutive blocks of 32.
+        total: address of the result of value `begin`.
+        codes: address of the row's codes in the first message.
+        origin, size: first value of the group, and its values.
+        begin, end: the part of the group.
         table, masks: addresses of the terms' fp32 scales and dither masks.
-        is_dither: whether the codes are dithered, the first with the random bits of `element`.
+        is_dither, element: whether codes are dithered, with the random bits of `element` for value `begin`.
     """
+    packed, count = codes + (begin >> 5) * coding.width, end - begin
     # Two blocks at a time, to hide the latency of the additions.
     paired = count & ~63
     for i in range(0, paired, 64):
-        low = high = start
-        low_dither = dither_of(is_dither, width, element + i, k0, k1)
-        high_dither = dither_of(is_dither, width, element + i + 32, k0, k1)
+        low = high = splat(start)
+        low_dither = dither_of(is_dither, element + i, k0, k1)
+        high_dither = dither_of(is_dither, element + i + 32, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            source = codes + term * stride + (i >> 5) * width
+            source = packed + term * stride + (i >> 5) * coding.width
             # Not fused. The product is exact unless it overflows or underflows, and then it must be rounded.
-            low = low + load_units(source, width, is_dither, low_dither, masks, term) * scale
-            high = high + load_units(source + width, width, is_dither, high_dither, masks, term) * scale
+            low = low + load_units(source, coding, is_dither, low_dither, masks, term) * scale
+            high = (
+                high + load_units(source + coding.width, coding, is_dither, high_dither, masks, term) * scale
+            )
         peak = record(total + 4 * i, low, peak)
         peak = record(total + 4 * i + 128, high, peak)
     if paired < count:
-        value = start
-        dither = dither_of(is_dither, width, element + paired, k0, k1)
+        value = splat(start)
+        dither = dither_of(is_dither, element + paired, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            source = codes + term * stride + (paired >> 5) * width
-            value = value + load_units(source, width, is_dither, dither, masks, term) * scale
+            source = packed + term * stride + (paired >> 5) * coding.width
+            value = value + load_units(source, coding, is_dither, dither, masks, term) * scale
         peak = record(total + 4 * paired, value, peak)
     return peak
 
 
 @inline
-def sum_int4(total, codes, half, table, masks, terms, stride, start, peak, is_dither, element, k0, k1):
+def _sum_bytes(
+    total, codes, half, coding, table, masks, terms, stride, start, peak, is_dither, element, k0, k1
+):
     """Sum a complete int4 group whose halves are multiples of 32; see sum_blocks."""
     low_mask, low_base, low_offset = splat(0x0F), splat(_LOW_BASE), splat(_LOW_OFFSET)
     high_mask, high_base, high_offset = splat(0xF0), splat(_HIGH_BASE), splat(_HIGH_OFFSET)
     code_bits = splat(_CODE_BITS_4)
     for i in range(0, half, 32):
-        low = high = start
-        low_dither = dither_of(is_dither, FOUR, element + i, k0, k1)
-        high_dither = dither_of(is_dither, FOUR, element + i + half, k0, k1)
+        low = high = splat(start)
+        low_dither = dither_of(is_dither, element + i, k0, k1)
+        high_dither = dither_of(is_dither, element + i + half, k0, k1)
         for term in range(terms):
             scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
             both = load_u8(codes + term * stride + i)
             if is_dither:
                 low_code, high_code = (
-                    shift_left(both, _CODE_SHIFT) & code_bits,
-                    shift_left(both, _CODE_SHIFT - 4) & code_bits,
+                    shift_left(both, CODE_SHIFT) & code_bits,
+                    shift_left(both, CODE_SHIFT - 4) & code_bits,
                 )
-                low_units = take_off(low_code, FOUR, low_dither, masks, term)
-                high_units = take_off(high_code, FOUR, high_dither, masks, term)
+                low_units = take_off(low_code, coding, low_dither, masks, term)
+                high_units = take_off(high_code, coding, high_dither, masks, term)
             else:
                 low_units = float_of_bits(both & low_mask | low_base) - low_offset
                 high_units = float_of_bits(both & high_mask | high_base) - high_offset
@@ -410,7 +374,7 @@ def sum_int4(total, codes, half, table, masks, terms, stride, start, peak, is_di
 
 
 @inline
-def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, dither, spare):
+def _sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, dither, spare):
     """Sum a part of one half of an int4 group; `count` is a multiple of 16. See sum_blocks.
 
     Args:
@@ -422,7 +386,7 @@ def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, 
         value = splat16(start)
         # Draw the bits of a full block, and read back one half.
         number = element + i
-        store_f32(spare, float_of_bits(dither_of(is_dither, FOUR, number & ~31, k0, k1)))
+        store_f32(spare, float_of_bits(dither_of(is_dither, number & ~31, k0, k1)))
         drawn = bits_of(load_f32x16(spare + 4 * (number & 16)))
         for term in range(terms):
             scale = splat16(float_from_bits(load_scalar_u32(table + 4 * term)))
@@ -430,12 +394,40 @@ def sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, 
             units = to_float(code - splat16(8))
             if is_dither:
                 mask = splat16(load_scalar_u32(masks + 4 * term))
-                units = float_of_bits(shift_left(code, _CODE_SHIFT) ^ (drawn ^ mask)) - splat16(
+                units = float_of_bits(shift_left(code, CODE_SHIFT) ^ (drawn ^ mask)) - splat16(
                     _DITHER_OFFSET + np.float32(8)
                 )
-                units = where_equal(code, splat16(0), splat16(_ZERO), units)
+                units = where_equal(code, splat16(0), splat16(ZERO), units)
             value = value + units * scale
         store_f32(total + 4 * i, value)
+
+
+@inline
+def sum_halves(
+    total, codes, origin, size, begin, end, coding, table, masks, terms, stride, start, peak,
+    is_dither, element, k0, k1, spare,
+):  # fmt: skip
+    """Sum a part of an int4 group; see sum_blocks."""
+    packed = codes + (origin >> 1)
+    if end - begin == size and size & 32 == 0:
+        return _sum_bytes(
+            total, packed, size >> 1, coding, table, masks, terms, stride, start, peak,
+            is_dither, element, k0, k1,
+        )  # fmt: skip
+    # A part of a group, or a group whose halves meet within a block of 32. The lower half is in the low
+    # nibbles, the upper half in the high nibbles.
+    middle = origin + (size >> 1)
+    lower, upper = min(end, middle) - begin, max(begin, middle)
+    dither = (is_dither, element, k0, k1)
+    _sum_nibbles(total, packed + begin - origin, lower, 0, table, masks, terms, stride, start, dither, spare)
+    dither = (is_dither, element + upper - begin, k0, k1)
+    _sum_nibbles(
+        total + 4 * (upper - begin), packed + upper - middle, end - upper, 4, table, masks, terms, stride,
+        start, dither, spare,
+    )  # fmt: skip
+    for i in range(0, end - begin, 32):
+        peak = record(total + 4 * i, load_f32(total + 4 * i), peak)
+    return peak
 
 
 @inline
@@ -450,7 +442,7 @@ def write_masks(masks, terms, is_dither):
 
 @inline
 def sum_messages(
-    total, first, count, group, codes, scales, terms, stride, width, group_size, padded, table, masks, start,
+    total, first, count, group, codes, scales, terms, stride, coding, group_size, padded, table, masks, start,
     is_dither, element, k0, k1, spare,
 ):  # fmt: skip
     """Write the sums over the messages of values first .. first + count of a row; return their peaks.
@@ -464,7 +456,7 @@ def sum_messages(
         is_dither, element, k0, k1: whether codes are dithered, the number of value 0 of the row, its keys.
     """
     peak = splat(0)
-    if width == FLOATS:  # no groups, no scales
+    if not coding.has_scales:
         for i in range(0, count, 32):
             value = splat(start)
             for term in range(terms):
@@ -479,55 +471,10 @@ def sum_messages(
         begin, end = max(origin, first), min(origin + size, stop)
         for term in range(terms):
             store_u32(table + 4 * term, load_scalar_u16(scales + term * stride + 2 * group) << 16)
-        target = total + 4 * (begin - first)
-        packed = codes + (origin >> 1)
-        number = element + begin
-        if width != FOUR:
-            # Constant widths, for which the inner loops are compiled.
-            block, size_here = codes + (begin >> 5) * width, end - begin
-            if width == EIGHT:
-                peak = sum_blocks(
-                    target, block, size_here, EIGHT, table, masks, terms, stride, splat(start), peak,
-                    is_dither, number, k0, k1,
-                )  # fmt: skip
-            elif width == PAIRS:
-                peak = sum_blocks(
-                    target, block, size_here, PAIRS, table, masks, terms, stride, splat(start), peak,
-                    is_dither, number, k0, k1,
-                )  # fmt: skip
-            elif width == THREE:
-                peak = sum_blocks(
-                    target, block, size_here, THREE, table, masks, terms, stride, splat(start), peak,
-                    is_dither, number, k0, k1,
-                )  # fmt: skip
-            else:
-                peak = sum_blocks(
-                    target, block, size_here, TWO, table, masks, terms, stride, splat(start), peak,
-                    is_dither, number, k0, k1,
-                )  # fmt: skip
-        elif end - begin == size and size & 32 == 0:
-            peak = sum_int4(
-                target, packed, size >> 1, table, masks, terms, stride, splat(start), peak,
-                is_dither, number, k0, k1,
-            )  # fmt: skip
-        else:
-            # A part of an int4 group, or a group whose halves meet within a block of 32. The lower half is in
-            # the low nibbles, the upper half in the high nibbles.
-            middle = origin + (size >> 1)
-            lower = min(end, middle) - begin
-            dither = (is_dither, number, k0, k1)
-            sum_nibbles(
-                target, packed + begin - origin, lower, 0, table, masks, terms, stride, start, dither, spare
-            )
-            upper = max(begin, middle)
-            target = total + 4 * (upper - first)
-            dither = (is_dither, element + upper, k0, k1)
-            sum_nibbles(
-                target, packed + upper - middle, end - upper, 4, table, masks, terms, stride, start,
-                dither, spare,
-            )  # fmt: skip
-            for i in range(begin - first, end - first, 32):
-                peak = record(total + 4 * i, load_f32(total + 4 * i), peak)
+        peak = coding.functions.sum_group(
+            total + 4 * (begin - first), codes, origin, size, begin, end, coding, table, masks, terms, stride,
+            start, peak, is_dither, element + begin, k0, k1, spare,
+        )  # fmt: skip
         origin += size
         group += 1
     return peak

@@ -123,10 +123,6 @@ def _zero_extend(builder, value, target):
     return builder.zext(value, target)
 
 
-def _sign_extend(builder, value, target):
-    return builder.sext(value, target)
-
-
 def _widen_bf16(builder, value, target):
     # bf16 is the upper half of an fp32 number.
     lanes = target.count
@@ -136,7 +132,6 @@ def _widen_bf16(builder, value, target):
 
 load_f32, load_f32x16 = _loader(F32, FLOAT, _as_is), _loader(F16, FLOAT, _as_is)
 load_bf16 = _loader(F32, INT16, _widen_bf16)
-load_i8 = _loader(I32, INT8, _sign_extend)
 load_u8 = _loader(I32, INT8, _zero_extend)
 load_u8x16 = _loader(I16, INT8, _zero_extend)
 load_scalar_u16 = _loader(types.int64, INT16, _zero_extend)
@@ -244,7 +239,7 @@ def store_third_bits(typing_context, address, numbers):
 
 
 @intrinsic
-def load_pairs(typing_context, address):
+def load_seven_bits(typing_context, address):
     """Return the first numbers of 16 pairs of 7 bits, then the second; reads 16 bytes, two of them scales."""
 
     def codegen(context, builder, sig, args):
@@ -265,7 +260,7 @@ def load_pairs(typing_context, address):
 
 
 @intrinsic
-def store_pairs(typing_context, address, numbers):
+def store_seven_bits(typing_context, address, numbers):
     """Store 32 numbers, of 0 and 11 or below 11, as 16 pairs of 7 bits."""
 
     def codegen(context, builder, sig, args):

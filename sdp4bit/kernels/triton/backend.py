@@ -8,7 +8,7 @@ CUDA graph after one call that compiles. Each input is read once and each output
 state the bytes per value. Only groups of more than 8192 values are read twice by `subtract_quantize`,
 `hadamard_quantize` and `dequantize_reduce_quantize`.
 
-A kernel is compiled per dtype, bits, group size, rounding, number of messages (up to 8) and row alignment,
+A kernel is compiled per dtype, format, group size, rounding, number of messages (up to 8) and row alignment,
 not per shape. Rows whose length and strides are multiples of 16 values use 16-byte vectors. Other rows use
 smaller accesses to the values, but not to the codes.
 
@@ -25,6 +25,7 @@ import triton
 from torch import Tensor
 
 from sdp4bit.kernels.triton.codes import DITHER, NEAREST, STOCHASTIC
+from sdp4bit.kernels.triton.formats import FORMATS
 from sdp4bit.kernels.triton.kernels import (
     dequantize_kernel,
     quantize_kernel,
@@ -32,7 +33,8 @@ from sdp4bit.kernels.triton.kernels import (
     reduce_quantize_kernel,
 )
 from sdp4bit.kernels.triton.launch import launch
-from sdp4bit.quantization.layout import BLOCK, FULL_PRECISION, MESSAGE_ALIGNMENT, MessageLayout
+from sdp4bit.quantization.formats import BLOCK
+from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout
 from sdp4bit.quantization.random import RoundingKey
 
 _MAX_SLOTS = 256
@@ -107,12 +109,12 @@ def _signed(bits: int) -> int:
 
 
 def _group_blocks(layout: MessageLayout) -> int:
-    return _RAW_GROUP if layout.bits == FULL_PRECISION else layout.group_size // BLOCK
+    return layout.group_size // BLOCK if layout.format.has_scales else _RAW_GROUP
 
 
 def _in_pairs(layout: MessageLayout) -> bool:
     """Return whether threads can process pairs of slots, with both chunks of each block."""
-    return layout.bits == 4 and _group_blocks(layout) % 2 == 0
+    return FORMATS[layout.format.name].in_halves and _group_blocks(layout) % 2 == 0
 
 
 def _tile(layout: MessageLayout, threads: int) -> tuple[int, int, int]:
@@ -188,7 +190,7 @@ def _quantize(
             *(layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding)),
         ),
         (
-            *(unit, layout.bits, float(clip), _group_blocks(layout), groups, slots),
+            *(unit, FORMATS[layout.format.name], float(clip), _group_blocks(layout), groups, slots),
             *(replica is not None, hadamard, _mode(rounding), is_paired),
         ),
         _warps(groups * slots, values_per_thread, out.device),
@@ -210,7 +212,7 @@ def subtract_quantize(
     """
     # Without a transform a chunk may span threads, and more threads keep more loads in flight. Codes below
     # 4 bits are words of a full chunk.
-    per_thread = 16 if layout.bits < 4 else 8
+    per_thread = 16 if FORMATS[layout.format.name].in_words else 8
     place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": per_thread}
     _quantize(main, replica, out, layout, False, None, **place, is_paired=False, clip=clip)
 
@@ -236,7 +238,7 @@ def dequantize_add(
         (-(-blocks // slots), rows, 1),
         (messages, replica),
         (layout.numel // unit, blocks, _message_stride(messages), row_stride // unit),
-        (unit, layout.bits, _group_blocks(layout), slots, accumulate),
+        (unit, FORMATS[layout.format.name], _group_blocks(layout), slots, accumulate),
         # 16 bytes of the replica per thread, the widest store.
         _warps(slots, 16 // replica.element_size(), replica.device),
     )
@@ -292,8 +294,8 @@ def dequantize_reduce_quantize(
             *_dither_numbers(dither),
         ),
         (
-            *(_unrolled(messages.shape[0]), received.bits, _group_blocks(received)),
-            *(sent.bits, _group_blocks(sent), groups, slots, _mode(rounding), is_paired),
+            *(_unrolled(messages.shape[0]), FORMATS[received.format.name], _group_blocks(received)),
+            *(FORMATS[sent.format.name], _group_blocks(sent), groups, slots, _mode(rounding), is_paired),
         ),
         _warps(groups * slots, 32 if is_paired else 16, out.device),
     )
@@ -326,7 +328,7 @@ def dequantize_reduce_hadamard(
             *(part, layout.parts, multiplier, *_dither_numbers(dither)[:3]),
         ),
         (
-            *(unit, _unrolled(messages.shape[0]), layout.bits, _group_blocks(layout), slots),
+            *(unit, _unrolled(messages.shape[0]), FORMATS[layout.format.name], _group_blocks(layout), slots),
             *(hadamard, accumulate),
         ),
         _warps(slots, 16, out.device),

@@ -22,16 +22,49 @@ Tensors per chunk, such as masks, have one dimension less than values.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from sdp4bit.quantization.formats import Format
+
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 CHUNK = tl.constexpr(16)
-FULL_PRECISION = tl.constexpr(32)
 # Constants of the definition, see sdp4bit.quantization.reference.
 ABS_MASK = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 NAN_SCALE = tl.constexpr(0x7FC0)
+
+
+class Coding:
+    """A format as a constant of kernels: its numbers, and its pair of functions (see `formats.py`).
+
+    With `in_words`, 16 codes are words and no vector of bytes. With `in_halves`, the two chunks of a slot
+    share their bytes, as with int4, which needs no functions.
+    """
+
+    def __init__(
+        self, format: Format, *, load: Any, store: Any, in_halves: bool = False, in_words: bool = False
+    ) -> None:
+        self.name, self.block_bytes, self.has_scales = format.name, format.block_bytes, format.has_scales
+        self.largest, self.offset = format.largest or 1, format.offset
+        self.load, self.store, self.in_halves, self.in_words = load, store, in_halves, in_words
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def cache_key(self) -> str:
+        """Text that changes with the functions, for Triton's cache of compiled kernels."""
+        functions = [getattr(each, "cache_key", "") for each in (self.load, self.store)]
+        return f"{self.name} {self.block_bytes} {self.largest} {self.in_halves} {self.in_words} {functions}"
+
+
+@triton.constexpr_function
+def of(format: Coding, name: str) -> Any:
+    """Return an attribute of a format, in a kernel."""
+    return getattr(format, name)
 
 
 @triton.jit
@@ -124,9 +157,9 @@ def _load_whole(row, chunk, mask, numel, UNIT: tl.constexpr):
 
 
 @triton.jit
-def load_for(row, chunk, mask, numel, UNIT: tl.constexpr, BITS: tl.constexpr):
-    """Load like load_values, with a layout for codes of BITS."""
-    if BITS < 4:
+def load_for(row, chunk, mask, numel, UNIT: tl.constexpr, FORMAT: tl.constexpr):
+    """Load like load_values, with a layout for the codes."""
+    if of(FORMAT, "in_words"):
         return _load_whole(row, chunk, mask, numel, UNIT)
     else:
         return load_values(row, chunk, mask, numel, UNIT)
@@ -168,16 +201,16 @@ def mix16(x):
 
 
 @triton.jit
-def load_mixed(row, chunk, mask, numel, UNIT: tl.constexpr, BITS: tl.constexpr):
+def load_mixed(row, chunk, mask, numel, UNIT: tl.constexpr, FORMAT: tl.constexpr):
     """Return fp32 of chunks of a row after mix16."""
-    return mix16(load_for(row, chunk, mask, numel, UNIT, BITS))
+    return mix16(load_for(row, chunk, mask, numel, UNIT, FORMAT))
 
 
 @triton.jit
-def chunks_of(group, slot, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
+def chunks_of(group, slot, blocks, FORMAT: tl.constexpr, GROUP: tl.constexpr):
     """Return the low and the high chunk of slots of groups in a row of `blocks`, and which slots exist."""
     size = tl.minimum(blocks - group * GROUP, GROUP)  # the last group of a row may be shorter
-    if BITS == 4:
+    if of(FORMAT, "in_halves"):
         # Of the 2 * size chunks of a group the first half is in low nibbles, the rest in high ones.
         low = group * (2 * GROUP) + slot
         return low, low + size, slot < size
@@ -194,22 +227,22 @@ def ends_odd(tile, blocks, GROUP: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def codes_and_scales(message, part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
+def codes_and_scales(message, part, parts, blocks, FORMAT: tl.constexpr, GROUP: tl.constexpr):
     """Return pointers to the codes (uint8) and the scales (int16) of one part of a message."""
-    row_bytes = blocks.to(tl.int64) * int(4 * BITS)  # 32 values of BITS / 8 bytes
+    row_bytes = blocks.to(tl.int64) * of(FORMAT, "block_bytes")
     groups = tl.cdiv(blocks, GROUP).to(tl.int64)
     scales = (message + parts * row_bytes).to(tl.pointer_type(tl.int16))
     return message + part * row_bytes, scales + part * groups
 
 
 @triton.jit
-def scale_slots(part, parts, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
+def scale_slots(part, parts, blocks, FORMAT: tl.constexpr, GROUP: tl.constexpr):
     """Return the number of scales that a part writes, including the final zero padding in the last part."""
     groups = tl.cdiv(blocks, GROUP)
-    if BITS == FULL_PRECISION:
+    if not of(FORMAT, "has_scales"):
         return groups
     total = parts * groups.to(tl.int64)
-    if BITS < 4:  # codes of other widths fill multiples of 16 bytes
-        total += parts * blocks.to(tl.int64) * int(2 * BITS)
+    if of(FORMAT, "block_bytes") % 16 != 0:  # other codes fill multiples of 16 bytes
+        total += parts * blocks.to(tl.int64) * (of(FORMAT, "block_bytes") // 2)
     padding = ((total + 7) // 8 * 8 - total).to(tl.int32)
     return groups + tl.where(part == parts - 1, padding, 0)

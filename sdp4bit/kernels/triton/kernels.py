@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from sdp4bit.kernels.triton.chunks import (
-    FULL_PRECISION,
     chunks_of,
     codes_and_scales,
     ends_odd,
@@ -24,6 +23,7 @@ from sdp4bit.kernels.triton.chunks import (
     load_mixed,
     load_values,
     mix16,
+    of,
     offsets,
     scale_slots,
     store_values,
@@ -37,9 +37,7 @@ from sdp4bit.kernels.triton.codes import (
     LOW_NIBBLE,
     compute_scale,
     decode_int4,
-    decode_int8,
     largest_bits,
-    load_small,
     store_codes,
     sum_messages,
 )
@@ -60,41 +58,41 @@ _RUNTIME = [
 @triton.jit
 def _read_transformed(
     row, numel, low_chunk, high_chunk, mask, is_odd,
-    UNIT: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr,
+    UNIT: tl.constexpr, FORMAT: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of a row, transformed. Stride 16 joins the two chunks of a block."""
-    if BITS != 4:
+    if not of(FORMAT, "in_halves"):
         # The two chunks are the low and the high one of a slot.
-        first = load_mixed(row, low_chunk, mask, numel, UNIT, BITS)
-        second = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
+        first = load_mixed(row, low_chunk, mask, numel, UNIT, FORMAT)
+        second = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
         return first + second, first - second
     elif PAIRED:
         # The two chunks are the low ones of a pair of slots, or the high ones. If the last slot has no
         # partner, the low chunk's block continues in the group's high chunks.
-        first = load_mixed(row, low_chunk, mask, numel, UNIT, BITS)
-        second = load_mixed(row, low_chunk + 1, mask, numel, UNIT, BITS)
+        first = load_mixed(row, low_chunk, mask, numel, UNIT, FORMAT)
+        second = load_mixed(row, low_chunk + 1, mask, numel, UNIT, FORMAT)
         if is_odd:
             # The high chunks of a pair belong to two blocks, whose other chunks are read and transformed too.
-            high = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
-            twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, BITS)
-            next_high = load_mixed(row, high_chunk + 1, mask, numel, UNIT, BITS)
-            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, UNIT, BITS)
+            high = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
+            twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, FORMAT)
+            next_high = load_mixed(row, high_chunk + 1, mask, numel, UNIT, FORMAT)
+            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, UNIT, FORMAT)
             is_first = tl.expand_dims(high_chunk & 1, -1) == 0
             high = tl.where(is_first, high + twin, twin - high)
             next_high = tl.where(is_first, next_twin - next_high, next_high + next_twin)
         else:
-            even = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
-            odd = load_mixed(row, high_chunk + 1, mask, numel, UNIT, BITS)
+            even = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
+            odd = load_mixed(row, high_chunk + 1, mask, numel, UNIT, FORMAT)
             high = even + odd
             next_high = even - odd
         return first + second, high, first - second, next_high
     else:
         # The two chunks are in different threads. The other chunk of each block is read again from the cache
         # and transformed again. The first chunk of a block becomes the sum, the second the difference.
-        low = load_mixed(row, low_chunk, mask, numel, UNIT, BITS)
-        high = load_mixed(row, high_chunk, mask, numel, UNIT, BITS)
-        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, UNIT, BITS)
-        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, BITS)
+        low = load_mixed(row, low_chunk, mask, numel, UNIT, FORMAT)
+        high = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
+        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, UNIT, FORMAT)
+        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, FORMAT)
         low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
         high = tl.where(tl.expand_dims(high_chunk & 1, -1) == 0, high + high_twin, high_twin - high)
         return low, high
@@ -103,19 +101,19 @@ def _read_transformed(
 @triton.jit
 def _read_values(
     row, replica, numel, group, slot, blocks, is_odd,
-    UNIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
     HAS_REPLICA: tl.constexpr, HADAMARD: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of a row, minus the replica or transformed."""
-    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
+    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, FORMAT, GROUP)
     if HADAMARD:
-        return _read_transformed(row, numel, low_chunk, high_chunk, mask, is_odd, UNIT, BITS, PAIRED)
+        return _read_transformed(row, numel, low_chunk, high_chunk, mask, is_odd, UNIT, FORMAT, PAIRED)
     else:
-        low = load_for(row, low_chunk, mask, numel, UNIT, BITS)
-        high = load_for(row, high_chunk, mask, numel, UNIT, BITS)
+        low = load_for(row, low_chunk, mask, numel, UNIT, FORMAT)
+        high = load_for(row, high_chunk, mask, numel, UNIT, FORMAT)
         if HAS_REPLICA:
-            low -= load_for(replica, low_chunk, mask, numel, UNIT, BITS)
-            high -= load_for(replica, high_chunk, mask, numel, UNIT, BITS)
+            low -= load_for(replica, low_chunk, mask, numel, UNIT, FORMAT)
+            high -= load_for(replica, high_chunk, mask, numel, UNIT, FORMAT)
         return low, high
 
 
@@ -135,7 +133,7 @@ def quantize_kernel(
     row_blocks,
     sender_mask,  # of dither, or None
     UNIT: tl.constexpr,
-    BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
     CLIP: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -155,9 +153,9 @@ def quantize_kernel(
     start = destination * destination_stride.to(tl.int64) + part * part_stride.to(tl.int64)
     source = values + start * UNIT
     message = out + destination * (out_stride.to(tl.int64) * 16)
-    codes, scales = codes_and_scales(message, part, parts, blocks, BITS, GROUP)
+    codes, scales = codes_and_scales(message, part, parts, blocks, FORMAT, GROUP)
     random = first_block + (destination * parts + part) * row_blocks
-    places = scale_slots(part, parts, blocks, BITS, GROUP)
+    places = scale_slots(part, parts, blocks, FORMAT, GROUP)
     slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
     for tile in range(tl.program_id(0), tl.cdiv(places, GROUPS), tl.num_programs(0)):
@@ -165,46 +163,46 @@ def quantize_kernel(
         is_odd = ends_odd(tile, blocks, GROUP, GROUPS)
         held = _read_values(
             source, replica, numel, group, slot, blocks, is_odd,
-            UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
+            UNIT, FORMAT, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
         )  # fmt: skip
         largest = largest_bits(held)
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
                 again = _read_values(
                     source, replica, numel, group, slot + i, blocks, is_odd,
-                    UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
+                    UNIT, FORMAT, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
                 largest = tl.maximum(largest, largest_bits(again))
-        bits, reciprocal = compute_scale(largest, BITS, CLIP)
-        if BITS != FULL_PRECISION:
+        bits, reciprocal = compute_scale(largest, FORMAT, CLIP)
+        if of(FORMAT, "has_scales"):
             tl.store(scales + group, bits.to(tl.int16), mask=group < places)
         store_codes(
             codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, sender_mask,
-            BITS, GROUP, ROUNDING, CLIP,
+            FORMAT, GROUP, ROUNDING, CLIP,
         )  # fmt: skip
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
                 again = _read_values(
                     source, replica, numel, group, slot + i, blocks, is_odd,
-                    UNIT, BITS, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
+                    UNIT, FORMAT, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
                 store_codes(
                     codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1, sender_mask,
-                    BITS, GROUP, ROUNDING, CLIP,
+                    FORMAT, GROUP, ROUNDING, CLIP,
                 )  # fmt: skip
 
 
 @triton.jit
 def _read_sums(
     codes, scales, stride, count, group, slot, blocks, random, k0, k1,
-    BITS_IN: tl.constexpr, GROUP_IN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    FORMAT_IN: tl.constexpr, GROUP_IN: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
     COUNT: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of the sum of a part over all messages, in the slots of the sent message.
 
     `random` is the row's first block for its dither; None without dither.
     """
-    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, BITS, GROUP)
+    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, FORMAT, GROUP)
     low_dither = None
     high_dither = None
     next_dither = None
@@ -213,38 +211,38 @@ def _read_sums(
         if PAIRED:
             low_dither, next_dither = draw_dithers(random + (low_chunk >> 1), k0, k1)
             high_dither = draw_dither(random, high_chunk, k0, k1)
-        elif BITS == 4:
+        elif of(FORMAT, "in_halves"):
             low_dither = draw_dither(random, low_chunk, k0, k1)
             high_dither = draw_dither(random, high_chunk, k0, k1)
         else:
             low_dither, high_dither = draw_dithers(random + (low_chunk >> 1), k0, k1)
-    SIGNED_ZERO: tl.constexpr = BITS == FULL_PRECISION  # codes have no sign for zero
+    SIGNED_ZERO: tl.constexpr = not of(FORMAT, "has_scales")  # codes have no sign for zero
     low = sum_messages(
         codes, scales, stride, count, low_chunk, blocks, mask, low_dither,
-        BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
+        FORMAT_IN, GROUP_IN, COUNT, SIGNED_ZERO,
     )  # fmt: skip
     if not PAIRED:
         high = sum_messages(
             codes, scales, stride, count, high_chunk, blocks, mask, high_dither,
-            BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
+            FORMAT_IN, GROUP_IN, COUNT, SIGNED_ZERO,
         )  # fmt: skip
         return low, high
     else:
-        _, _, next_mask = chunks_of(group, slot + 1, blocks, BITS, GROUP)
+        _, _, next_mask = chunks_of(group, slot + 1, blocks, FORMAT, GROUP)
         next_low = sum_messages(
             codes, scales, stride, count, low_chunk + 1, blocks, next_mask, next_dither,
-            BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
+            FORMAT_IN, GROUP_IN, COUNT, SIGNED_ZERO,
         )  # fmt: skip
         high = sum_messages(
             codes, scales, stride, count, high_chunk, blocks, mask, high_dither,
-            BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
+            FORMAT_IN, GROUP_IN, COUNT, SIGNED_ZERO,
         )  # fmt: skip
         next_high_dither = None
         if random is not None:
             next_high_dither = draw_dither(random, high_chunk + 1, k0, k1)
         next_high = sum_messages(
             codes, scales, stride, count, high_chunk + 1, blocks, next_mask, next_high_dither,
-            BITS_IN, GROUP_IN, COUNT, SIGNED_ZERO,
+            FORMAT_IN, GROUP_IN, COUNT, SIGNED_ZERO,
         )  # fmt: skip
         return low, high, next_low, next_high
 
@@ -269,9 +267,9 @@ def reduce_quantize_kernel(
     first_block_in,  # of the dither of received messages, or None
     row_blocks_in,
     COUNT: tl.constexpr,
-    BITS_IN: tl.constexpr,
+    FORMAT_IN: tl.constexpr,
     GROUP_IN: tl.constexpr,
-    BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -285,14 +283,14 @@ def reduce_quantize_kernel(
     """
     part = tl.program_id(1)
     step = stride.to(tl.int64) * 16
-    codes_in, scales_in = codes_and_scales(messages, first_part + part, parts_in, blocks, BITS_IN, GROUP_IN)
+    codes_in, scales_in = codes_and_scales(messages, first_part + part, parts_in, blocks, FORMAT_IN, GROUP_IN)
     message = out + part * (out_stride.to(tl.int64) * 16)
-    codes, scales = codes_and_scales(message, 0, 1, blocks, BITS, GROUP)
+    codes, scales = codes_and_scales(message, 0, 1, blocks, FORMAT, GROUP)
     random = first_block + part * row_blocks
     random_in = None
     if first_block_in is not None:
         random_in = first_block_in + part * row_blocks_in
-    places = scale_slots(0, 1, blocks, BITS, GROUP)
+    places = scale_slots(0, 1, blocks, FORMAT, GROUP)
     slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
     for tile in range(tl.program_id(0), tl.cdiv(places, GROUPS), tl.num_programs(0)):
@@ -300,32 +298,32 @@ def reduce_quantize_kernel(
         is_odd = ends_odd(tile, blocks, GROUP, GROUPS)
         held = _read_sums(
             codes_in, scales_in, step, count, group, slot, blocks, random_in, k0_in, k1_in,
-            BITS_IN, GROUP_IN, BITS, GROUP, COUNT, PAIRED,
+            FORMAT_IN, GROUP_IN, FORMAT, GROUP, COUNT, PAIRED,
         )  # fmt: skip
         largest = largest_bits(held)
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
                 again = _read_sums(
                     codes_in, scales_in, step, count, group, slot + i, blocks, random_in, k0_in, k1_in,
-                    BITS_IN, GROUP_IN, BITS, GROUP, COUNT, PAIRED,
+                    FORMAT_IN, GROUP_IN, FORMAT, GROUP, COUNT, PAIRED,
                 )  # fmt: skip
                 largest = tl.maximum(largest, largest_bits(again))
-        bits, reciprocal = compute_scale(largest, BITS)
-        if BITS != FULL_PRECISION:
+        bits, reciprocal = compute_scale(largest, FORMAT)
+        if of(FORMAT, "has_scales"):
             tl.store(scales + group, bits.to(tl.int16), mask=group < places)
         store_codes(
             codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, sender_mask,
-            BITS, GROUP, ROUNDING,
+            FORMAT, GROUP, ROUNDING,
         )  # fmt: skip
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
                 again = _read_sums(
                     codes_in, scales_in, step, count, group, slot + i, blocks, random_in, k0_in, k1_in,
-                    BITS_IN, GROUP_IN, BITS, GROUP, COUNT, PAIRED,
+                    FORMAT_IN, GROUP_IN, FORMAT, GROUP, COUNT, PAIRED,
                 )  # fmt: skip
                 store_codes(
                     codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1, sender_mask,
-                    BITS, GROUP, ROUNDING,
+                    FORMAT, GROUP, ROUNDING,
                 )  # fmt: skip
 
 
@@ -338,7 +336,7 @@ def dequantize_kernel(
     stride: tl.int64,  # in units of 16 bytes
     row_stride: tl.int64,
     UNIT: tl.constexpr,
-    BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -349,29 +347,21 @@ def dequantize_kernel(
     """
     row = tl.program_id(1)
     message = messages + row * (stride.to(tl.int64) * 16)
-    codes, scales = codes_and_scales(message, 0, 1, blocks, BITS, GROUP)
+    codes, scales = codes_and_scales(message, 0, 1, blocks, FORMAT, GROUP)
     values = replica + row * (row_stride.to(tl.int64) * UNIT)
     for tile in range(tl.program_id(0), tl.cdiv(blocks, ROWS), tl.num_programs(0)):
         position = tile * ROWS + tl.arange(0, ROWS)
         group = position // GROUP
-        low_chunk, high_chunk, mask = chunks_of(group, position - group * GROUP, blocks, BITS, GROUP)
-        each = tl.expand_dims(mask, -1)
-        if BITS == FULL_PRECISION:
-            floats = codes.to(tl.pointer_type(tl.float32))
-            low = tl.load(floats + offsets(low_chunk), mask=each, other=0.0)
-            high = tl.load(floats + offsets(high_chunk), mask=each, other=0.0)
+        low_chunk, high_chunk, mask = chunks_of(group, position - group * GROUP, blocks, FORMAT, GROUP)
+        if of(FORMAT, "in_halves"):
+            byte = tl.load(codes + offsets(position), mask=tl.expand_dims(mask, -1), other=0)
+            low = decode_int4(byte, LOW_NIBBLE, LOW_EXPONENT, LOW_BIAS)
+            high = decode_int4(byte, HIGH_NIBBLE, HIGH_EXPONENT, HIGH_BIAS)
         else:
+            low = of(FORMAT, "load")(codes, low_chunk, mask, None, FORMAT)
+            high = of(FORMAT, "load")(codes, high_chunk, mask, None, FORMAT)
+        if of(FORMAT, "has_scales"):
             scale = tl.expand_dims(float_from_bf16(tl.load(scales + group, mask=mask, other=0)), -1)
-            if BITS < 4:
-                low = load_small(codes, low_chunk, mask, None, BITS)
-                high = load_small(codes, high_chunk, mask, None, BITS)
-            elif BITS == 8:
-                low = decode_int8(tl.load(codes + offsets(low_chunk), mask=each, other=0))
-                high = decode_int8(tl.load(codes + offsets(high_chunk), mask=each, other=0))
-            else:
-                byte = tl.load(codes + offsets(position), mask=each, other=0)
-                low = decode_int4(byte, LOW_NIBBLE, LOW_EXPONENT, LOW_BIAS)
-                high = decode_int4(byte, HIGH_NIBBLE, HIGH_EXPONENT, HIGH_BIAS)
             low *= scale
             high *= scale
         if ACCUMULATE:
@@ -397,7 +387,7 @@ def reduce_hadamard_kernel(
     first_block_in,  # of dither, or None
     UNIT: tl.constexpr,
     COUNT: tl.constexpr,
-    BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HADAMARD: tl.constexpr,
@@ -410,7 +400,7 @@ def reduce_hadamard_kernel(
     from the cache.
     """
     step = stride.to(tl.int64) * 16
-    codes, scales = codes_and_scales(messages, part, parts_in, blocks, BITS, GROUP)
+    codes, scales = codes_and_scales(messages, part, parts_in, blocks, FORMAT, GROUP)
     for tile in range(tl.program_id(0), tl.cdiv(blocks, ROWS), tl.num_programs(0)):
         block = tile * ROWS + tl.arange(0, ROWS)
         mask = block < blocks
@@ -421,10 +411,10 @@ def reduce_hadamard_kernel(
         if first_block_in is not None:
             low_dither, high_dither = draw_dithers(first_block_in + block, k0_in, k1_in)
         low = sum_messages(
-            codes, scales, step, count, low_chunk, blocks, mask, low_dither, BITS, GROUP, COUNT, True
+            codes, scales, step, count, low_chunk, blocks, mask, low_dither, FORMAT, GROUP, COUNT, True
         )
         high = sum_messages(
-            codes, scales, step, count, high_chunk, blocks, mask, high_dither, BITS, GROUP, COUNT, True
+            codes, scales, step, count, high_chunk, blocks, mask, high_dither, FORMAT, GROUP, COUNT, True
         )
         if HADAMARD:
             low = mix16(low)
