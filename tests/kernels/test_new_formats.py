@@ -32,15 +32,6 @@ def added(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> In
     return new
 
 
-@pytest.fixture
-def with_numba(added: InOrder, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba", reason="needs numba")
-    from sdp4bit.kernels.cpu import formats
-    from tests.kernels.new_formats_cpu import FUNCTIONS
-
-    monkeypatch.setitem(formats.FORMATS, added.name, FUNCTIONS[added.name])
-
-
 def integer_bytes(codes: list[int], added: InOrder) -> bytes:
     """Return the bytes of codes: of each block the lowest two bits of all, then the next two."""
     unsigned = [code + added.largest + 1 for code in codes]
@@ -76,10 +67,13 @@ def test_kernels_write_the_bytes_of_the_reference(
     backend: ops.BackendName,
     make: Callable[..., Iterator[KernelCase]],
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
 ) -> None:
     if backend == "numba":
-        request.getfixturevalue("with_numba")
+        pytest.importorskip("numba", reason="needs numba")
+        from sdp4bit.kernels.cpu import formats as cpu
+        from tests.kernels.new_formats_cpu import FUNCTIONS
+
+        monkeypatch.setitem(cpu.FORMATS, added.name, FUNCTIONS[added.name])
     else:
         formats = pytest.importorskip("sdp4bit.kernels.triton.formats", reason="needs Triton")
         from sdp4bit.kernels.triton.chunks import IS_INTERPRETED
@@ -115,9 +109,8 @@ def test_a_back_end_without_it_leaves_it_to_the_reference(added: InOrder) -> Non
     assert chosen == quantized("auto") == quantized("reference") != [0] * layout.nbytes
 
 
-@pytest.mark.usefixtures("with_numba")
 def test_four_ranks_reduce_and_refresh_with_it(added: InOrder) -> None:
-    """The sums and replicas are those of the definition, and the bytes those of the planner."""
+    """On the reference: the sums and replicas are those defined, and the bytes those of the planner."""
     case = (2, 2), [33, 300], torch.float32, 3
     gradients = GradientConfig(intra_bits=added.name, inter_bits=added.name, min_numel=0, pipeline_chunks=2)
     check_gradients(case, gradients, 1 / 4)
