@@ -80,16 +80,13 @@ class CommHandle(ABC):
         self._engine, config = engine, self.config.alerts
         if config is not None:
             self._alerts = Alerts(watched, config=config, telemetry=self._state.telemetry, where=where)
-        undo.callback(self._uninstall_groups)
+        undo.callback(self._installed.close)
         self._install_groups()
         undo.callback(engine.on_step(self._after_step))
 
     def _install_groups(self) -> None:
         for group in self._engine.groups():
             self._installed.callback(self._engine.install(group))
-
-    def _uninstall_groups(self) -> None:
-        self._installed.close()
 
     def _after_step(self, step: int) -> None:
         config = self.config.audit
@@ -293,7 +290,7 @@ class CommHandle(ABC):
     def _switch(self) -> None:
         """Turn quantization off or on again; sends nothing."""
         if self._is_quantized:
-            self._uninstall_groups()
+            self._installed.close()
         else:
             self._install_groups()
         self._is_quantized = not self._is_quantized

@@ -142,7 +142,7 @@ def group_squares(group: Group, *, sample_numel: int | None) -> Tensor:
         is_refreshed = sample_numel is not None or group.awaits_refresh()
         drift = squared_norms(after.to(held.dtype).float() if is_refreshed else before, main, numel=numel)
 
-    # 3. What gradients have received since the last measured step.
+    # 3. Non-finite groups that arrived since the last measured step.
     nonfinite = unknown if group.nonfinite_groups is None else group.nonfinite_groups
     return torch.stack([*gradient, *difference, *drift, nonfinite])
 

@@ -179,7 +179,9 @@ class SimulatedCommHandle(CommHandle):
         super().__init__(SimulatedModelState(comms, telemetry=config.telemetry), config=config)
         self._state.reporting_ranks = layout.size
         with self._attaching() as undo:
-            undo.callback(self._free)
+            # The memory of messages and gradients.
+            undo.callback(setattr, self, "_scratch", Scratch())
+            undo.callback(self._reduced.clear)
             self._install(SimulatedRanks(self._state), undo=undo, watched=comms)
 
     def _choose(self, comm: SimulatedGroupState, config: SDP4BitConfig) -> None:
@@ -393,7 +395,3 @@ class SimulatedCommHandle(CommHandle):
             if comm.replica is not None:
                 for segment in comm.group.rows.segments:
                     self._held[segment.name].copy_(state_dict["replica"][segment.name])
-
-    def _free(self) -> None:
-        self._scratch = Scratch()
-        self._reduced.clear()

@@ -162,22 +162,21 @@ class FSDP2:
 
     def install(self, group: Group) -> Undo:
         """Replace the objects through which FSDP2 communicates for a group."""
-        comm = group
-        assert isinstance(comm, FSDPGroupState)
-        stock = comm.group.comms
+        assert isinstance(group, FSDPGroupState)
+        stock = group.group.comms
         # A quantizer needs sums, because Python cannot read the factor of PREMUL_SUM. Without a quantizer the
         # operation stays, for identical results.
-        previous = comm.group.install(
+        previous = group.group.install(
             CommObjects(
-                all_gather=AllGatherHook(comm, self._state, stock=stock.all_gather),
-                reduce_scatter=ReduceScatterHook(comm, self._state, stock=stock.reduce_scatter),
-                force_sum=stock.force_sum or bool(comm.gradient_quantizers),
+                all_gather=AllGatherHook(group, self._state, stock=stock.all_gather),
+                reduce_scatter=ReduceScatterHook(group, self._state, stock=stock.reduce_scatter),
+                force_sum=stock.force_sum or bool(group.gradient_quantizers),
                 replicas=stock.replicas
-                if stock.replicas is None or comm.replica_layout is None
-                else cast(ProcessGroup, ReplicaGroup(comm, self._state, stock=stock.replicas)),
+                if stock.replicas is None or group.replica_layout is None
+                else cast(ProcessGroup, ReplicaGroup(group, self._state, stock=stock.replicas)),
             )
         )
-        return partial(_restore, comm, previous)
+        return partial(_restore, group, previous)
 
     def on_step(self, call: Callable[[int], None]) -> Undo:
         with ExitStack() as undo:
