@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.topology import create_topologies
-from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.traffic import TrafficCounter
-from sdp4bit_lab.simulated.collectives import simulated_layout
+from tests.collectives.built import reduce_scatter_of, replica_of
 from tests.ranks import on_ranks
 
 
 @on_ranks(2)
 def test_profiles_name_collectives_with_their_group_and_operators() -> None:
-    layout, rank = simulated_layout(2, ranks_per_node=1), dist.get_rank()
-    topology, traffic = create_topologies([layout])[layout.ranks], TrafficCounter(nodes=2, ranks_per_node=1)
-    replica = WeightReplica(
-        topology, config=WeightConfig(), traffic=traffic, scratch=Scratch(), name="layers.3"
-    )
-    reduction = QuantizedReduceScatter(
-        topology,
-        config=GradientConfig(),
-        seed=0,
-        rank=rank,
-        bucket=0,
-        traffic=traffic,
-        scratch=Scratch(),
-        name="layers.3",
-    )
+    replica, _ = replica_of(2, 1, WeightConfig(), name="layers.3")
+    reduction, _ = reduce_scatter_of(2, 1, GradientConfig(), name="layers.3")
     with torch.profiler.profile() as profile:
         reduction(torch.empty(64), torch.ones(128), call=0)
         replica.start_full_refresh(torch.zeros(64))
