@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -33,14 +32,8 @@ ECOSYSTEM = (
 )
 """Where tests need another package's programs or compilers: Megatron-Core, numba and Triton, a
 browser, trainers."""
-LAB = (
-    "tests/lab/",
-    "tests/test_determinism.py",
-    "tests/test_docs.py",
-    "tests/test_examples",
-    "tests/test_user_path.py",
-)
-"""Tests of the programs; the others are tests of the library."""
+LAB = ("tests/lab/", "tests/test_docs.py")
+"""Tests of the programs and of texts about both packages; the others are tests of the library."""
 STARTERS = (
     ranks.run_ranks,
     ranks.run_threads,
@@ -210,11 +203,3 @@ collect_ignore_glob = [*NEEDING] if MISSING else []
 
 def pytest_report_header() -> str:
     return f"left out, as {', '.join(MISSING)} is missing: tests of the programs" if MISSING else ""
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file of a few documents; runs keep its tokens in a folder beside it."""
-    from tests.lab.pretrain.tiny_runs import write_text
-
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -230,3 +230,26 @@ def run_threads(
     if failures or hanging:
         raise AssertionError("\n".join([*failures[:3], f"{hanging} threads hang"]))
     return results
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[dist.ProcessGroup | None]:
+    """Make this process a world of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_world(ranks: int, *, rank: int) -> Iterator[None]:
+    """Make this process a rank of a world whose collectives send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        with ops.use_backend("reference"):
+            yield
+    finally:
+        dist.destroy_process_group()

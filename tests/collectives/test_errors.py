@@ -29,8 +29,7 @@ from sdp4bit.collectives.errors import (
     set_timeout,
 )
 from tests import toy
-from tests.lab.pretrain.saved_runs import one_rank
-from tests.ranks import run_ranks
+from tests.ranks import one_rank, run_ranks
 
 WAITS = {True: 8, False: 60}
 """Seconds that ranks wait for one that hangs, or whose end they see at once."""

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from sdp4bit.config import QUANTIZED_BITS
-from sdp4bit.quantization import ops
-from sdp4bit.quantization.layout import MessageLayout, largest_code
-from sdp4bit_lab.selftest.kernel_cases import (
+from sdp4bit.kernels.cases import (
     BY_SHAPE,
     EDGE_CASES,
     KernelCase,
@@ -19,6 +17,8 @@ from sdp4bit_lab.selftest.kernel_cases import (
     difference,
     guarded_messages,
 )
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.layout import MessageLayout, largest_code
 
 
 def compare(*args: Any, **named: Any) -> None:

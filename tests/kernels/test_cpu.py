@@ -20,11 +20,11 @@ from tests import ROOT
 
 pytest.importorskip("numba", reason="needs numba")
 
+from sdp4bit.kernels.cases import KEY, SHAPES, Shape, guarded_messages, make_values, whole
 from sdp4bit.kernels.cpu import backend as cpu
 from sdp4bit.kernels.cpu import kernels as cpu_kernels
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit_lab.selftest.kernel_cases import KEY, SHAPES, Shape, guarded_messages, make_values, whole
 from tests.kernels.byte_tests import ByteTests
 
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sdp4bit.config import LEAST_CLIP, QUANTIZED_BITS
-from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey
-from sdp4bit_lab.selftest.kernel_cases import (
+from sdp4bit.kernels.cases import (
     DTYPES,
     guarded_messages,
     guarded_values,
     make_messages,
     make_values,
 )
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.random import RoundingKey
 
 FEW = settings(deadline=None, derandomize=True, max_examples=60)
 MANY = settings(
