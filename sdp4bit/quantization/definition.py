@@ -1,4 +1,4 @@
-"""The method for all ranks at once, in one process: what every rank must end with, bit for bit.
+"""The method for all ranks at once, in one process: the exact results of every rank.
 
 Read this first. :func:`refresh` is the paper's algorithm 2 (weights), and :func:`reduce_scatter` its
 algorithm 3 (gradients). :func:`all_reduce` sums whole gradients with the same operators. Ranks are
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     """Number of the group's reduction, from 0."""
 
     def key(self, stage: Stage, rank: int) -> RoundingKey:
-        """Return the key of what a rank quantizes at a stage."""
+        """Return the key of the values that a rank quantizes at a stage."""
         stream = pack_stream(step=self.number, bucket=self.bucket, stage=stage, rank=rank)
         return RoundingKey(*derive_keys(self.seed, stream))
 
@@ -52,7 +52,7 @@ def refresh(replica: Tensor, mains: Tensor, *, config: WeightConfig) -> Tensor:
         return mains.clone()
     refreshed = torch.empty_like(replica)
     for owner, (held, main) in enumerate(zip(replica, mains, strict=True)):
-        # 1. The owner of a row subtracts what all ranks hold, not what it sent: rounding errors return.
+        # 1. The owner of a row subtracts the replica, which all ranks hold. So rounding errors return.
         change = main.float() if config.mode == "direct" else main.float() - held.float()
         # 2. It quantizes the difference and sends it to all ranks.
         received = transmit(
