@@ -1,6 +1,6 @@
-"""What tests share, and what kind every test is: `unit`, `gloo` or `ecosystem`, found from what it calls.
+"""Options and fixtures of all tests, and the kind of each: `unit`, `gloo` or `ecosystem`, by its calls.
 
-A test is `ecosystem` where `ECOSYSTEM` says so, `gloo` if it starts processes or threads that communicate,
+A test is `ecosystem` if `ECOSYSTEM` lists it, `gloo` if it starts processes or threads that communicate,
 itself or through a fixture or a function of the tests, and `unit` otherwise. A unit test that starts a
 process fails: then something is missing in `STARTERS`.
 """
@@ -114,8 +114,8 @@ def slices_of(units: Sequence[tuple[str, str]], *, count: int) -> list[int]:
     """Return the part, 1 to count, that each slow test belongs to.
 
     Cases of a function take turns, as they take about as long as each other; where a function begins follows
-    from its name alone, so that a new test moves no other. Tests that share what a fixture of their module
-    has started stay together.
+    from its name alone, so that a new test moves no other. Tests that share the
+    processes of a fixture of their module stay together.
 
     Args:
         units: of each test its function, and the case of it; an empty case keeps all of a function together.
@@ -130,7 +130,7 @@ def slices_of(units: Sequence[tuple[str, str]], *, count: int) -> list[int]:
 
 
 def _unit(item: pytest.Item) -> tuple[str, str]:
-    """Return what `slices_of` takes of a test."""
+    """Return the function and the case of a test, for `slices_of`."""
     definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
     shared = sorted(name for name, found in definitions.items() if found[-1].scope in ("module", "class"))
     path, _, name = item.nodeid.partition("::")
@@ -155,7 +155,7 @@ def _leave_out_other_slices(config: pytest.Config, items: list[pytest.Item]) -> 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the kind of every test. Files whose tests start processes or compile come first: they take long,
-    and the short ones behind them fill what is left of the last worker's time."""
+    and the short ones behind them fill the rest of the last worker's time."""
     kinds = {item: kind_of(item) for item in items}
     for item, kind in kinds.items():
         item.add_marker(kind)

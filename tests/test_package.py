@@ -1,4 +1,4 @@
-"""What a user gets from `pip install sdp4bit` and `import sdp4bit`. Layer: fresh processes."""
+"""Results of `pip install sdp4bit` and `import sdp4bit`. Layer: fresh processes."""
 
 import ast
 import importlib.metadata

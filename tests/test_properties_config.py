@@ -1,4 +1,4 @@
-"""Settings, message layouts, node layouts: what they accept holds together, the rest is refused by name."""
+"""Settings, message layouts, node layouts: accepted values are consistent, others are refused by name."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_equal_numbers_of_other_types_do_not_get_each_others_layout() -> None:
 
 @st.composite
 def groups_on_nodes(draw: st.DrawFn) -> tuple[list[int], list[str], int, int]:
-    """Ranks of a group, the node of every rank of the job, and what the layout must be.
+    """Ranks of a group, the node of every rank of the job, and the expected layout.
 
     The job has `inner` ranks of other groups between two of ours, as under tensor parallelism, and `outer`
     groups one after the other, as under pipeline parallelism.
@@ -223,7 +223,7 @@ def check_node_layout(case: tuple[list[int], list[str], int, int]) -> None:
             assert set(members) & set(peers) == {ranks[node * per_node + local]}
     for peers in inter:
         assert len({labels[rank] for rank in peers}) == nodes
-    # An int that says the same gives the same.
+    # An equal int gives the same.
     size = labels.count(labels[0])
     assert arrange(ranks, node_labels(size, hosts=labels)) == layout
     assert arrange(ranks, node_labels("auto", hosts=labels)) == layout
@@ -272,7 +272,7 @@ def ranks_per_node(draw: st.DrawFn) -> tuple[Any, int]:
 
 
 def check_ranks_per_node(case: tuple[Any, int]) -> None:
-    """Ranks per node divide the job; what does not is refused with what would."""
+    """Ranks per node divide the job; other numbers are refused with those that do."""
     spec, world = case
     assume(spec != "auto")
     if type(spec) is int and spec > 0 and world % spec == 0:

@@ -50,7 +50,7 @@ def values_of(rank: int, numel: int, *, dtype: torch.dtype = torch.float32) -> T
 
 
 Results = list[tuple[list[Tensor], Traffic]]
-"""For each of CONFIGS what a rank ends with for each of LENGTHS, and what it has sent."""
+"""Results of a rank for each of CONFIGS: a tensor for each of LENGTHS, and the sent bytes."""
 
 
 def reduce_between_processes(nodes: int, per_node: int) -> Results:
@@ -93,7 +93,7 @@ def both(nodes: int, per_node: int) -> Results:
     ids=lambda layout: "x".join(map(str, layout)),
 )
 def reduced(request: pytest.FixtureRequest) -> tuple[int, int, list[Results]]:
-    """Nodes, ranks per node, and what each rank has; in full precision it equals the plain collective."""
+    """Nodes, ranks per node, and the results of each rank; exact ones equal the plain collective."""
     nodes, per_node = request.param
     return nodes, per_node, run_ranks(both, nodes * per_node, nodes, per_node)
 
@@ -153,7 +153,7 @@ def reduce_special_values() -> None:
 
 
 def reduce_other_types() -> tuple[list[Tensor], Tensor]:
-    """bf16 and fp16 are summed in fp32 and rounded once; what a sample loses is what both halves lose."""
+    """bf16 and fp16 are summed in fp32 and rounded once; a sample has the error of both halves."""
     rank, found = dist.get_rank(), []
     for dtype in (torch.bfloat16, torch.float16):
         all_reduce, traffic = all_reduce_of(4, 1, EXACT)

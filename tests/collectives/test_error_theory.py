@@ -227,7 +227,7 @@ def test_of_n_nodes_n_minus_1_are_rounded(nodes: int, ranks_per_node: int, round
 
 
 def test_dithers_of_senders_with_equal_values_cancel() -> None:
-    # The digital shift puts the dithers of k = 2**m senders into different k-ths of a step: of equal values
+    # The digital shift puts the dithers of k = 2**m senders into different k-ths of a step. Of equal values
     # their sum is as exact as that of one with a step k times as small.
     reduction = Reduction(nodes=4, ranks_per_node=1, config=GradientConfig(hadamard=False, exact_own=False))
     one = torch.randn(1, 4 * 8192, generator=torch.Generator().manual_seed(4))

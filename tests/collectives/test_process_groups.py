@@ -1,4 +1,4 @@
-"""Nodes, process groups and exchanges: who shares a node, which groups a rank creates and what they carry.
+"""Nodes, process groups and exchanges: members of a node, groups that a rank creates, their messages.
 
 Layers: no process; a fake process group; gloo; threads, for libraries that have exchanges of their own.
 """
@@ -261,7 +261,7 @@ def values(rank: int, *shape: int) -> torch.Tensor:
 
 
 def exchange_all(lengths: list[int]) -> None:
-    """Each exchange equals what its definition says; several are under way at once, waited in any order."""
+    """Each exchange equals its definition; several are in flight at once, waited for in any order."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     everyone = range(size)

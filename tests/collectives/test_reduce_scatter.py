@@ -123,7 +123,7 @@ def test_a_gradient_that_only_one_node_has_reaches_its_own_ranks_exactly(nodes: 
 
 
 def count_nonfinite(per_node: int) -> list[tuple[float, bool]]:
-    """Return what this rank counts, and whether its sum is finite, without and with exact_own."""
+    """Return the count of this rank, and whether its sum is finite, with and without exact_own."""
     rows = torch.ones(4, 4, 1000)
     rows[1, 0, 5] = rows[1, 3, 300] = float("inf")
     rows[2, 0, 999] = float("nan")

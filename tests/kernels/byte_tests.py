@@ -22,7 +22,7 @@ from sdp4bit.quantization.layout import MessageLayout, largest_code
 
 
 def compare(*args: Any, **named: Any) -> None:
-    """Fail with what differs."""
+    """Fail with a description of the difference."""
     found = difference(*args, **named)
     assert found is None, found
 

@@ -1,7 +1,8 @@
 """Bounds of the error of a reduction, from its exact inputs in fp64: no rounding happens here.
 
-A quantizer errs by half a step, or a step with stochastic rounding, of the largest magnitude of a group. Sums
-add bounds, and the transform back takes their mean over a block, because |H e| / 32 <= mean |e|.
+A quantizer has an error of half a step, or of a step with stochastic rounding. The largest magnitude of a
+group gives the step. Sums add bounds, and the transform back takes their mean over a block, because
+|H e| / 32 <= mean |e|.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def call(name: str, arguments: dict[str, Any]) -> None:
     getattr(ops, name)(first, **dict(named))
 
 
-# What is said. A row has 128 values; its message 80 bytes with 4 bits, 144 with 8.
+# Texts of errors. A row has 128 values; its message 80 bytes with 4 bits, 144 with 8.
 
 SUBTRACT, ADD, HADAMARD = "subtract_quantize", "dequantize_add", "hadamard_quantize"
 REQUANTIZE, REDUCE = "dequantize_reduce_quantize", "dequantize_reduce_hadamard"
