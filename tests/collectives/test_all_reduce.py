@@ -23,7 +23,7 @@ from tests.oracles import bounds
 from tests.oracles.traffic import RankGrid, all_reduce_exchange
 from tests.ranks import run_ranks
 
-DITHERED = GradientConfig(intra_rounding="dither")
+DITHERED = GradientConfig(intra_rounding="dither", hadamard=False)
 EXACT = GradientConfig(intra_bits=None, inter_bits=None)
 LAYOUTS = [(2, 1), (2, 2)]
 LARGE_LAYOUTS = [(3, 2), (4, 1), (1, 4), (1, 1)]
