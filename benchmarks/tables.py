@@ -272,7 +272,7 @@ def section(result: dict[str, Any]) -> str:
 
 def studies_page(folder: Path) -> str:
     """Return the tables of the studies."""
-    text = f"{NOTICE}# Studies\n\nEach folder of `experiments/` has the script and a page of text.\n"
+    text = f"{NOTICE}# Studies\n\nA page of text in `experiments/` names the commit of each script.\n"
     for name in STUDIES:
         result = json.loads((folder / name / "result.json").read_text(encoding="utf-8"))
         title = (folder / name / "README.md").read_text(encoding="utf-8").partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Tests, a folder for each room of the package."""
+"""Tests, a folder for each package; oracles/ has second accounts of the results of the library."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""What tests share, and what kind every test is: `unit`, `gloo` or `ecosystem`, found from what it calls.
+"""Options and fixtures of all tests, and the kind of each: `unit`, `gloo` or `ecosystem`, by its calls.
 
-A test is `ecosystem` where `ECOSYSTEM` says so, `gloo` if it starts processes or threads that communicate,
+A test is `ecosystem` if `ECOSYSTEM` lists it, `gloo` if it starts processes or threads that communicate,
 itself or through a fixture or a function of the tests, and `unit` otherwise. A unit test that starts a
 process fails: then something is missing in `STARTERS`.
 """
@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -33,14 +32,8 @@ ECOSYSTEM = (
 )
 """Where tests need another package's programs or compilers: Megatron-Core, numba and Triton, a
 browser, trainers."""
-LAB = (
-    "tests/lab/",
-    "tests/test_determinism.py",
-    "tests/test_docs.py",
-    "tests/test_examples",
-    "tests/test_user_path.py",
-)
-"""Tests of the programs; the others are tests of the library."""
+LAB = ("tests/lab/", "tests/test_docs.py")
+"""Tests of the programs and of texts about both packages; the others are tests of the library."""
 STARTERS = (
     ranks.run_ranks,
     ranks.run_threads,
@@ -121,8 +114,8 @@ def slices_of(units: Sequence[tuple[str, str]], *, count: int) -> list[int]:
     """Return the part, 1 to count, that each slow test belongs to.
 
     Cases of a function take turns, as they take about as long as each other; where a function begins follows
-    from its name alone, so that a new test moves no other. Tests that share what a fixture of their module
-    has started stay together.
+    from its name alone, so that a new test moves no other. Tests that share the
+    processes of a fixture of their module stay together.
 
     Args:
         units: of each test its function, and the case of it; an empty case keeps all of a function together.
@@ -137,7 +130,7 @@ def slices_of(units: Sequence[tuple[str, str]], *, count: int) -> list[int]:
 
 
 def _unit(item: pytest.Item) -> tuple[str, str]:
-    """Return what `slices_of` takes of a test."""
+    """Return the function and the case of a test, for `slices_of`."""
     definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
     shared = sorted(name for name, found in definitions.items() if found[-1].scope in ("module", "class"))
     path, _, name = item.nodeid.partition("::")
@@ -162,7 +155,7 @@ def _leave_out_other_slices(config: pytest.Config, items: list[pytest.Item]) -> 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the kind of every test. Files whose tests start processes or compile come first: they take long,
-    and the short ones behind them fill what is left of the last worker's time."""
+    and the short ones behind them fill the rest of the last worker's time."""
     kinds = {item: kind_of(item) for item in items}
     for item, kind in kinds.items():
         item.add_marker(kind)
@@ -210,11 +203,3 @@ collect_ignore_glob = [*NEEDING] if MISSING else []
 
 def pytest_report_header() -> str:
     return f"left out, as {', '.join(MISSING)} is missing: tests of the programs" if MISSING else ""
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file of a few documents; runs keep its tokens in a folder beside it."""
-    from tests.lab.pretrain.tiny_runs import write_text
-
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")

@@ -208,7 +208,7 @@ def check_that_mutations_are_noticed(
 
     Args:
         claim: its name, for the error.
-        checks: each trains anew and raises an AssertionError if the result is not as it must be.
+        checks: each trains again and raises an AssertionError if the result is not as it must be.
         harmless: mutations that change nothing in this claim; that none of them is noticed is checked, too.
     """
     if not _searches:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -40,7 +40,7 @@ _PRELOADED = [
 
 
 STARTED = "tests.ranks"
-"""What `sys.audit` tells of processes and threads that are started here, as Python does not."""
+"""Event of `sys.audit` for processes and threads that are started here; Python has none."""
 
 
 before_functions: list[Callable[[], None]] = []
@@ -61,7 +61,7 @@ def run_ranks(
 
     Args:
         function: a module-level function.
-        backend: what serves the operators; the reference by default, which needs no compilation.
+        backend: the back end of the operators, by default the reference, which needs no compilation.
     """
     sys.audit(STARTED, function)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -93,7 +93,7 @@ def run_ranks(
 def on_ranks(
     world_size: int, *, timeout: float = 240.0
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of what every one of so many ranks does, with the same arguments; see `run_ranks`."""
+    """Make a test of a function that each of so many ranks calls with the same arguments; see `run_ranks`."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(function)
@@ -109,7 +109,7 @@ def on_ranks(
 
 
 _servers: dict[tuple[str, ...], ForkServer] = {}
-"""The servers that ranks are copies of, by what each has imported beside `_PRELOADED`."""
+"""The servers that ranks are copies of, by the modules that each has imported besides `_PRELOADED`."""
 
 
 def _context(modules: list[str]) -> ForkServerContext:
@@ -230,3 +230,26 @@ def run_threads(
     if failures or hanging:
         raise AssertionError("\n".join([*failures[:3], f"{hanging} threads hang"]))
     return results
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[dist.ProcessGroup | None]:
+    """Make this process a world of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_world(ranks: int, *, rank: int) -> Iterator[None]:
+    """Make this process a rank of a world whose collectives send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        with ops.use_backend("reference"):
+            yield
+    finally:
+        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What `explain()` says, by parameter group."""
+"""The rows of `explain()`, by parameter group."""
 
 from __future__ import annotations
 

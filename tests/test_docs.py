@@ -85,7 +85,7 @@ def test_the_site_links_a_public_repository_only(
 
 @dataclass
 class Page(HTMLParser):
-    """A page of the site: what it links, what a browser loads for it, and its anchors."""
+    """A page of the site: its links, the files that a browser loads for it, and its anchors."""
 
     path: Path
     links: list[str] = field(default_factory=list)

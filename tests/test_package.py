@@ -1,5 +1,6 @@
-"""What a user gets from `pip install sdp4bit` and `import sdp4bit`. Layer: fresh processes."""
+"""Results of `pip install sdp4bit` and `import sdp4bit`. Layer: fresh processes."""
 
+import ast
 import importlib.metadata
 import subprocess
 import sys
@@ -48,17 +49,6 @@ assert not tried, tried
 assert not torch.cuda.is_initialized()
 """
 
-HELP_OF_EVERYTHING = """
-import sys
-from sdp4bit_lab.cli import COMMANDS, main
-for arguments in [], *([name] for name in COMMANDS):
-    try:
-        main([*arguments, "--help"])
-    except SystemExit as error:
-        assert error.code == 0
-assert "torch" not in sys.modules
-"""
-
 
 def python(code: str, *, cwd: Path = ROOT) -> str:
     """Standard output of `code`, run by a fresh interpreter in `cwd`."""
@@ -70,25 +60,6 @@ def python(code: str, *, cwd: Path = ROOT) -> str:
 def test_import_tries_no_optional_package_and_leaves_cuda_alone() -> None:
     """Every public name is used, too."""
     python(IMPORT_WITHOUT_OPTIONAL)
-
-
-def test_no_help_imports_torch() -> None:
-    pytest.importorskip("tyro")
-    python(HELP_OF_EVERYTHING)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no command given: use one of pretrain, compare, demo"),
-        (["pretrian"], "'pretrian' is not a command: did you mean pretrain?"),
-    ],
-)
-def test_without_a_known_command_the_known_ones_are_named(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "sdp4bit_lab", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_an_unknown_name_is_no_attribute() -> None:
@@ -134,3 +105,17 @@ def test_no_source_file_is_longer_than_600_lines() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     assert len(lengths) > 100
     assert {path: lines for path, lines in lengths.items() if lines > 600} == {}
+
+
+def test_tests_of_the_library_do_not_import_the_lab() -> None:
+    found = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        name = str(path.relative_to(ROOT))
+        if name.startswith("tests/lab/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [f"{name}: {each}" for each in names if each.startswith(("sdp4bit_lab", "tests.lab"))]
+    assert found == []

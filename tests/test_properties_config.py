@@ -1,4 +1,4 @@
-"""Settings, message layouts, node layouts: what they accept holds together, the rest is refused by name."""
+"""Settings and node layouts: accepted values are consistent, others are refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from sdp4bit.collectives.topology import NodeLayout, arrange, node_labels
@@ -22,8 +22,6 @@ from sdp4bit.config import (
     TelemetryConfig,
     WeightConfig,
 )
-from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout, message_layout
-from tests.quantization import property_cases as draws
 from tests.quantization.property_cases import PROFILES, hold
 
 # -- settings -----------------------------------------------------------------------------------------
@@ -131,70 +129,12 @@ def test_every_field_is_drawn() -> None:
         assert list(fields) == [field.name for field in dataclasses.fields(cls)]
 
 
-# -- message layouts ----------------------------------------------------------------------------------
-
-layouts = st.fixed_dictionaries(
-    {
-        "numel": st.integers(0, 1 << 36) | draws.lengths,
-        "bits": draws.bits,
-        "group_size": group_sizes | draws.group_sizes,
-        "parts": st.integers(1, 1 << 12),
-    }
-)
-
-
-def check_layout(sizes: dict[str, int]) -> None:
-    """Codes, scales and padding follow each other without a gap, in sizes that the numbers alone decide."""
-    layout = message_layout(**sizes)
-    assert layout == MessageLayout(**sizes) and message_layout(**sizes) is layout
-    numel, bits, group_size, parts = (sizes[name] for name in ("numel", "bits", "group_size", "parts"))
-    assert 0 <= layout.padded_numel - numel < 32 and layout.padded_numel % 32 == 0
-    assert layout.code_bytes * 8 == layout.padded_numel * bits
-    assert layout.code_bytes % {2: 8, 3: 4, 3.5: 2}.get(bits, 16) == 0, "the codes of every part are aligned"
-    full, tail = divmod(layout.padded_numel, group_size)
-    assert layout.tail == tail and tail % 32 == 0
-    assert layout.groups == (0 if bits == 32 else full + (tail > 0))
-    assert layout.scales_offset == parts * layout.code_bytes
-    assert layout.payload_bytes == layout.scales_offset + 2 * parts * layout.groups
-    assert layout.nbytes % MESSAGE_ALIGNMENT == 0 and 0 <= layout.nbytes - layout.payload_bytes < 16
-    # A part more costs its codes and scales, a value more at least nothing.
-    more = message_layout(**sizes | {"parts": parts + 1})
-    assert more.payload_bytes - layout.payload_bytes == layout.code_bytes + 2 * layout.groups
-    assert message_layout(**sizes | {"numel": numel + 1}).nbytes >= layout.nbytes
-
-
-@PROFILES
-def test_layouts_hold_together(profile: settings) -> None:
-    hold(profile, layouts, check_layout)
-
-
-def check_slices(case: tuple[dict[str, int], int]) -> None:
-    """Cut at the end of a group, a row has the codes and scales of its slices, and no group is divided."""
-    sizes, place = case
-    cut = min(place * sizes["group_size"], sizes["numel"])
-    whole = message_layout(**sizes)
-    slices = [message_layout(**sizes | {"numel": numel}) for numel in (cut, sizes["numel"] - cut)]
-    for name in ("padded_numel", "groups", "code_bytes", "scales_offset", "payload_bytes"):
-        assert getattr(whole, name) == sum(getattr(part, name) for part in slices)
-
-
-@PROFILES
-def test_slices_of_a_row_cost_what_the_row_costs(profile: settings) -> None:
-    hold(profile, st.tuples(layouts, st.integers(0, 100)), check_slices)
-
-
-def test_equal_numbers_of_other_types_do_not_get_each_others_layout() -> None:
-    message_layout(numel=4128, bits=4.0, group_size=96.0)  # type: ignore[arg-type]
-    layout = message_layout(numel=4128, bits=4, group_size=96)
-    assert type(layout.nbytes) is int and type(layout.bits) is int
-
-
 # -- node layouts -------------------------------------------------------------------------------------
 
 
 @st.composite
 def groups_on_nodes(draw: st.DrawFn) -> tuple[list[int], list[str], int, int]:
-    """Ranks of a group, the node of every rank of the job, and what the layout must be.
+    """Ranks of a group, the node of every rank of the job, and the expected layout.
 
     The job has `inner` ranks of other groups between two of ours, as under tensor parallelism, and `outer`
     groups one after the other, as under pipeline parallelism.
@@ -223,7 +163,7 @@ def check_node_layout(case: tuple[list[int], list[str], int, int]) -> None:
             assert set(members) & set(peers) == {ranks[node * per_node + local]}
     for peers in inter:
         assert len({labels[rank] for rank in peers}) == nodes
-    # An int that says the same gives the same.
+    # An equal int gives the same.
     size = labels.count(labels[0])
     assert arrange(ranks, node_labels(size, hosts=labels)) == layout
     assert arrange(ranks, node_labels("auto", hosts=labels)) == layout
@@ -262,27 +202,3 @@ def check_any_ranks(case: tuple[list[int], list[int]]) -> None:
 @PROFILES
 def test_any_ranks_are_laid_out_or_shown(profile: settings) -> None:
     hold(profile, any_ranks(), check_any_ranks)
-
-
-@st.composite
-def ranks_per_node(draw: st.DrawFn) -> tuple[Any, int]:
-    return draw(st.integers(-3, 40) | st.booleans() | st.text(string.printable, max_size=4)), draw(
-        st.integers(1, 40)
-    )
-
-
-def check_ranks_per_node(case: tuple[Any, int]) -> None:
-    """Ranks per node divide the job; what does not is refused with what would."""
-    spec, world = case
-    assume(spec != "auto")
-    if type(spec) is int and spec > 0 and world % spec == 0:
-        labels = node_labels(spec, hosts=["a"] * world)
-        assert labels == sorted(labels) and {labels.count(label) for label in labels} == {spec}
-        return
-    with pytest.raises(ValueError, match=r"topology=.*(use one of \[1|is unknown)"):
-        node_labels(spec, hosts=["a"] * world)
-
-
-@PROFILES
-def test_ranks_per_node_divide_the_job(profile: settings) -> None:
-    hold(profile, ranks_per_node(), check_ranks_per_node)

@@ -344,7 +344,7 @@ def assert_variants_equal(
     """Variants of a scenario equal the usual one bit for bit, which is exact or close to plain FSDP2.
 
     Args:
-        checks: configurations, and what compares the results of each with plain FSDP2's.
+        checks: configurations, and functions that compare the results of each with plain FSDP2's.
         harmless: mutations that change nothing here, see `mutations.check_that_mutations_are_noticed`.
     """
     plain = scenario(None, *usual)

@@ -272,4 +272,5 @@ def reproduction_text(tables: Reproduction) -> str:
 if __name__ == "__main__":
     found = reproduction()
     as_json = "--json" in sys.argv[1:]
-    print(json.dumps(reproduction_json(found), indent=2) if as_json else reproduction_text(found))
+    text = json.dumps(reproduction_json(found), indent=2) if as_json else reproduction_text(found)
+    sys.stdout.write(text + "\n")

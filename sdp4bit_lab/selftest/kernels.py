@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from sdp4bit.kernels.cases import all_cases, difference
 from sdp4bit.quantization import ops
 from sdp4bit_lab.common.files import Progress
 from sdp4bit_lab.selftest.check import CheckFailedError, CheckSkippedError, Context
-from sdp4bit_lab.selftest.kernel_cases import all_cases, difference
 
 
 def check_kernels(context: Context) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Quantized all-reduce: exactness with the identity, equal bits on all ranks, its definition, its bytes.
 
-Layer: gloo; over simulated ranks, none.
+Layer: gloo; of the definition, none.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.all_reduce import PieceSection, QuantizedAllReduce
-from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.all_reduce import PieceSection
 from sdp4bit.collectives.sections import Section
-from sdp4bit.collectives.topology import create_topologies
 from sdp4bit.config import GradientConfig
-from sdp4bit.traffic import Traffic, TrafficCounter
-from sdp4bit_lab.plan.traffic import RankGrid, all_reduce_exchange
-from sdp4bit_lab.simulated.collectives import SimulatedAllReduce, simulated_layout
-from tests.collectives import plain_collectives as plain
+from sdp4bit.quantization import definition
+from sdp4bit.quantization.definition import Call
+from sdp4bit.traffic import Traffic
+from tests.collectives.built import BUCKET, SEED, all_reduce_of
+from tests.oracles import bounds
+from tests.oracles.traffic import RankGrid, all_reduce_exchange
 from tests.ranks import run_ranks
 
-DITHERED = GradientConfig(intra_rounding="dither")
+DITHERED = GradientConfig(intra_rounding="dither", hadamard=False)
 EXACT = GradientConfig(intra_bits=None, inter_bits=None)
 LAYOUTS = [(2, 1), (2, 2)]
 LARGE_LAYOUTS = [(3, 2), (4, 1), (1, 4), (1, 1)]
@@ -39,23 +39,6 @@ CONFIGS = [
 ]
 
 
-def make(
-    nodes: int, per_node: int, config: GradientConfig, *, bucket: int = plain.BUCKET
-) -> tuple[QuantizedAllReduce, TrafficCounter]:
-    layout = simulated_layout(nodes * per_node, ranks_per_node=per_node)
-    traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
-    all_reduce = QuantizedAllReduce(
-        create_topologies([layout])[layout.ranks],
-        config=config,
-        seed=plain.SEED,
-        ranks=range(layout.size),
-        bucket=bucket,
-        traffic=traffic,
-        scratch=Scratch(),
-    )
-    return all_reduce, traffic
-
-
 def values_of(rank: int, numel: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values over several magnitudes."""
     generator = torch.Generator().manual_seed(1000 * rank + numel)
@@ -67,13 +50,13 @@ def values_of(rank: int, numel: int, *, dtype: torch.dtype = torch.float32) -> T
 
 
 Results = list[tuple[list[Tensor], Traffic]]
-"""For each of CONFIGS what a rank ends with for each of LENGTHS, and what it has sent."""
+"""Results of a rank for each of CONFIGS: a tensor for each of LENGTHS, and the sent bytes."""
 
 
 def reduce_between_processes(nodes: int, per_node: int) -> Results:
     rank, results = dist.get_rank(), []
     for config in CONFIGS:
-        all_reduce, traffic = make(nodes, per_node, config)
+        all_reduce, traffic = all_reduce_of(nodes, per_node, config)
         found = []
         for call, numel in enumerate(LENGTHS):
             values = values_of(rank, numel)
@@ -86,7 +69,7 @@ def reduce_between_processes(nodes: int, per_node: int) -> Results:
 def reduce_integers(nodes: int, per_node: int) -> None:
     """Small integers, whose sums are exact in fp32 in any order: the plain collective's, bit for bit."""
     for chunks in (1, 3):
-        all_reduce, _ = make(nodes, per_node, replace(EXACT, pipeline_chunks=chunks))
+        all_reduce, _ = all_reduce_of(nodes, per_node, replace(EXACT, pipeline_chunks=chunks))
         for call, numel in enumerate(LENGTHS):
             values = ((torch.arange(numel) % 997) * (dist.get_rank() + 1)).float()
             expected = values.clone()
@@ -110,7 +93,7 @@ def both(nodes: int, per_node: int) -> Results:
     ids=lambda layout: "x".join(map(str, layout)),
 )
 def reduced(request: pytest.FixtureRequest) -> tuple[int, int, list[Results]]:
-    """Nodes, ranks per node, and what each rank has; in full precision it equals the plain collective."""
+    """Nodes, ranks per node, and the results of each rank; exact ones equal the plain collective."""
     nodes, per_node = request.param
     return nodes, per_node, run_ranks(both, nodes * per_node, nodes, per_node)
 
@@ -131,24 +114,13 @@ def test_results_are_those_of_the_definition_within_its_bound(
         for call, (numel, result) in enumerate(zip(LENGTHS, found, strict=True)):
             inputs = torch.stack([values_of(rank, numel) for rank in range(world)])
             exact = inputs.double().sum(0) * 0.25
-            expected, bound = plain.all_reduce(
-                inputs, nodes=nodes, per_node=per_node, config=config, call=call, multiplier=0.25
-            )
+            of_nodes = inputs.view(nodes, per_node, -1) if numel else inputs.view(nodes, per_node, 0)
+            number = Call(SEED, BUCKET, call)
+            expected = definition.all_reduce(of_nodes, config=config, call=number, multiplier=0.25)
+            bound = bounds.all_reduce(of_nodes, config=config, multiplier=0.25)
             assert torch.equal(result, expected), (config, numel)
             rounding = world * 2**-22 * inputs.double().abs().sum(0)
-            assert ((result - exact).abs() <= bound.double() * (1 + 2**-7) + rounding).all(), (config, numel)
-
-
-def test_simulated_ranks_end_with_the_same_bits(reduced: tuple[int, int, list[Results]]) -> None:
-    nodes, per_node, (first, *_) = reduced
-    layout = simulated_layout(nodes * per_node, ranks_per_node=per_node)
-    for config, (found, _) in zip(CONFIGS, first, strict=True):
-        simulated = SimulatedAllReduce(
-            layout, config=config, seed=plain.SEED, bucket=plain.BUCKET, scratch=Scratch()
-        )
-        for call, (numel, result) in enumerate(zip(LENGTHS, found, strict=True)):
-            values = [values_of(rank, numel) for rank in range(layout.size)]
-            assert torch.equal(simulated(values, call=call, multiplier=0.25), result), (config, numel)
+            assert ((result - exact).abs() <= bound * (1 + 2**-7) + rounding).all(), (config, numel)
 
 
 def test_bytes_are_those_of_the_formula(reduced: tuple[int, int, list[Results]]) -> None:
@@ -168,7 +140,7 @@ def test_bytes_are_those_of_the_formula(reduced: tuple[int, int, list[Results]])
 
 def reduce_special_values() -> None:
     """A NaN of one rank reaches its quantization group on all ranks, nothing else, and is counted once."""
-    all_reduce, _ = make(4, 1, GradientConfig())
+    all_reduce, _ = all_reduce_of(4, 1, GradientConfig())
     for bad in (float("nan"), float("inf"), float("-inf")):
         values, nonfinite = torch.ones(4096), torch.zeros((), dtype=torch.float64)
         if dist.get_rank() == 3:
@@ -181,16 +153,16 @@ def reduce_special_values() -> None:
 
 
 def reduce_other_types() -> tuple[list[Tensor], Tensor]:
-    """bf16 and fp16 are summed in fp32 and rounded once; what a sample loses is what both halves lose."""
+    """bf16 and fp16 are summed in fp32 and rounded once; a sample has the error of both halves."""
     rank, found = dist.get_rank(), []
     for dtype in (torch.bfloat16, torch.float16):
-        all_reduce, traffic = make(4, 1, EXACT)
+        all_reduce, traffic = all_reduce_of(4, 1, EXACT)
         values = values_of(rank, 777, dtype=dtype)
         all_reduce(values, call=0)
         found.append(values)
         assert traffic.total.plain_inter_bytes == pytest.approx(2 * 777 * 2 * 3 / 4, abs=8)
     sample = torch.randn(4096, generator=torch.Generator().manual_seed(rank))
-    halves, _ = make(4, 1, GradientConfig())
+    halves, _ = all_reduce_of(4, 1, GradientConfig())
     return found, (halves.requantized(sample) - sample).norm() / sample.norm()
 
 
@@ -205,34 +177,33 @@ def test_special_values_and_other_types() -> None:
         inputs = [values_of(rank, 777, dtype=dtype).float() for rank in range(4)]
         expected = ((inputs[0] + inputs[1]) + inputs[2] + inputs[3]).to(dtype)
         assert all(torch.equal(found[index], expected) for found, _ in results)
-    # Twice dither of 4 bits: 0.12 each on bell-shaped values.
+    # Twice dither of 4 bits: 0.12 each on normal values.
     assert all(0.13 < error < 0.24 for _, error in results)
 
 
-# -- over simulated ranks -----------------------------------------------------------------------------
+# -- by definition ------------------------------------------------------------------------------------
 
 
 def test_the_mean_over_calls_is_the_sum() -> None:
     """Unbiased: the mean of 400 calls is within 6 standard errors, measured, of the exact sum everywhere."""
-    layout = simulated_layout(4, ranks_per_node=1)
-    all_reduce = SimulatedAllReduce(layout, config=GradientConfig(), seed=1, bucket=0, scratch=Scratch())
-    values = [values_of(rank, 1024) for rank in range(4)]
-    found = torch.stack([all_reduce(values, call=call) for call in range(400)]).double()
-    error = found.mean(0) - torch.stack(values).double().sum(0)
+    inputs = torch.stack([values_of(rank, 1024) for rank in range(4)])
+    calls = (Call(seed=1, number=number) for number in range(400))
+    found = torch.stack(
+        [definition.all_reduce(inputs.view(4, 1, -1), config=GradientConfig(), call=call) for call in calls]
+    ).double()
+    error = found.mean(0) - inputs.double().sum(0)
     assert (error.abs() <= 6 * found.std(0) / 400**0.5 + 1e-6).all()
     assert found.std(0).min() > 0
 
 
 def test_between_two_nodes_gradients_are_rounded_to_few_bits_once() -> None:
-    """Dither of 4 bits costs 0.118 of bell-shaped values; more nodes round what other nodes send before."""
+    """Dither of 4 bits costs 0.118 of normal values; more nodes round the gradients of other nodes before."""
     config = GradientConfig(intra_rounding="nearest")
     for nodes, per_node, roundings in ((2, 1, 1), (2, 2, 1), (3, 1, 5 / 3), (4, 2, 7 / 4)):
-        layout = simulated_layout(nodes * per_node, ranks_per_node=per_node)
-        all_reduce = SimulatedAllReduce(layout, config=config, seed=1, bucket=0, scratch=Scratch())
         generator = torch.Generator().manual_seed(nodes)
-        values = [torch.randn(1 << 15, generator=generator) for _ in range(layout.size)]
-        exact = torch.stack(values).sum(0)
-        error = (all_reduce(values, call=0) - exact).norm() / exact.norm()
+        inputs = torch.randn(nodes, per_node, 1 << 15, generator=generator)
+        exact = inputs.sum((0, 1))
+        error = (definition.all_reduce(inputs, config=config, call=Call()) - exact).norm() / exact.norm()
         assert error == pytest.approx(0.118 * roundings**0.5, rel=0.04), (nodes, per_node)
 
 
@@ -250,16 +221,7 @@ def test_pieces_begin_at_blocks_and_cover_everything_without_a_copy() -> None:
 
 
 def reduce_with_numbers_apart() -> Tensor:
-    layout = simulated_layout(4, ranks_per_node=2)
-    all_reduce = QuantizedAllReduce(
-        create_topologies([layout])[layout.ranks],
-        config=DITHERED,
-        seed=plain.SEED,
-        ranks=range(5, 17, 3),
-        bucket=plain.BUCKET,
-        traffic=TrafficCounter(nodes=2, ranks_per_node=2),
-        scratch=Scratch(),
-    )
+    all_reduce, _ = all_reduce_of(2, 2, DITHERED, ranks=range(5, 17, 3))
     values = values_of(dist.get_rank(), 4096)
     all_reduce(values, call=0)
     return values
@@ -270,7 +232,7 @@ def test_dither_is_taken_off_whatever_numbers_the_ranks_have() -> None:
     first, *others = run_ranks(reduce_with_numbers_apart, 4)
     assert all(torch.equal(first, other) for other in others)
     inputs = torch.stack([values_of(rank, 4096) for rank in range(4)])
-    _, bound = plain.all_reduce(inputs, nodes=2, per_node=2, config=DITHERED, call=0, multiplier=1.0)
+    bound = bounds.all_reduce(inputs.view(2, 2, -1), config=DITHERED)
     # Half a step per quantization: with the bits of another key errors are up to one and a half.
     slack = 4 * 2**-22 * inputs.double().abs().sum(0)
-    assert ((first - inputs.double().sum(0)).abs() <= bound.double() * (1 + 2**-7) + slack).all()
+    assert ((first - inputs.double().sum(0)).abs() <= bound * (1 + 2**-7) + slack).all()

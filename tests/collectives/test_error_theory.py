@@ -1,7 +1,7 @@
-"""What the paper proves or shows about errors of gradients and of weight differences, and over steps.
+"""Errors of gradients and weight differences, in one step and over steps, as the paper shows them.
 
-Seeds are fixed, so each bound is met or missed for good. The whole two-level reduction runs over simulated
-ranks; test_reduce_scatter.py shows that processes compute the same.
+Seeds are fixed, so each bound is met or missed for good. The definition computes all ranks in one process;
+test_properties.py shows that the collectives equal it. Layer: no process.
 """
 
 from __future__ import annotations
@@ -17,26 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.config import GradientConfig
-from sdp4bit.quantization import ops
+from sdp4bit.config import QUANTIZED_BITS, GradientConfig, WeightConfig
+from sdp4bit.quantization import definition
+from sdp4bit.quantization.definition import Call
 from sdp4bit.quantization.hadamard import hadamard32
-from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.traffic import TrafficCounter
-from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, simulated_layout
+from tests.oracles.integers import QMAX
 
 GROUP = 128
 
 
-@pytest.fixture(autouse=True)
-def reference_backend() -> Iterator[None]:
-    with ops.use_backend("reference"):
-        yield
-
-
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """A gradient reduction over nodes x ranks_per_node simulated ranks."""
+    """A gradient reduction over nodes x ranks_per_node ranks."""
 
     nodes: int
     ranks_per_node: int
@@ -44,20 +36,11 @@ class Reduction:
 
     def __call__(self, gradients: Tensor, *, seed: int, step: int = 0) -> Tensor:
         """Return the mean of gradients [ranks, n], n = ranks x shard, as the shards concatenated."""
-        world = self.nodes * self.ranks_per_node
-        reduce_scatter = SimulatedReduceScatter(
-            simulated_layout(world, ranks_per_node=self.ranks_per_node),
-            config=self.config,
-            seed=seed,
-            bucket=0,
-            traffic=TrafficCounter(nodes=self.nodes, ranks_per_node=self.ranks_per_node),
-            scratch=Scratch(),
-        )
-        for gradient in gradients.clone():
-            reduce_scatter.add(gradient.view(world, -1), call=step)
-        mean = torch.empty(world, gradients.shape[1] // world)
-        reduce_scatter.finish(lambda rank, shard: mean[rank].copy_(shard / world))
-        return mean.view(-1)
+        rows = gradients.view(*2 * (self.nodes, self.ranks_per_node), -1)
+        call = Call(seed=seed, number=step)
+        return definition.reduce_scatter(
+            rows, config=self.config, call=call, multiplier=1 / len(gradients)
+        ).flatten()
 
     def with_config(self, **settings: Any) -> Reduction:
         """Return the reduction with other settings."""
@@ -99,13 +82,11 @@ def error_table() -> ErrorTable:
     noise = student_t(32, 32 * 512, seed=0)
     common = 0.1 * student_t(1, 32 * 512, seed=100)
     table: ErrorTable = {}
-    with ops.use_backend("reference"):
-        for data, gradients in (("independent", noise), ("common", noise + common)):
-            exact = gradients.double().mean(0)
-            table[data] = {
-                name: relative_mse(reduction(gradients, seed=0), exact)
-                for name, reduction in STRATEGIES.items()
-            }
+    for data, gradients in (("independent", noise), ("common", noise + common)):
+        exact = gradients.double().mean(0)
+        table[data] = {
+            name: relative_mse(reduction(gradients, seed=0), exact) for name, reduction in STRATEGIES.items()
+        }
     return table
 
 
@@ -140,13 +121,14 @@ def test_transform_makes_heavy_tails_cost_what_gaussian_values_cost(error_table:
     gaussian = torch.randn(32, 32 * 512, generator=generator)
     error = relative_mse(CLUSTER(gaussian, seed=3), gaussian.double().mean(0))
     assert error_table["independent"]["tlq-hs"] == pytest.approx(error, rel=0.1)
-    # Stochastic rounding errs by step**2 / 6 on average; the step is E max|x| of 128 / 7, rounded up.
+    # The squared error of stochastic rounding is step**2 / 6 on average; the step is E max|x| of 128 / 7,
+    # rounded up.
     largest = torch.randn(4096, GROUP, generator=generator).abs().amax(-1)
     step_square = (largest / 7).square().mean().item()
     assert step_square / 6 < error < step_square / 6 * (1 + 2**-7) ** 2 * 1.05
 
 
-def test_8_bits_at_both_hops_err_a_hundredth_of_tlq(error_table: ErrorTable) -> None:
+def test_8_bits_at_both_hops_have_a_hundredth_of_the_error_of_tlq(error_table: ErrorTable) -> None:
     gradients = student_t(32, 32 * 512, seed=0)
     eight = CLUSTER.with_config(inter_bits=8, hadamard=False)
     error = relative_mse(eight(gradients, seed=0), gradients.double().mean(0))
@@ -211,9 +193,8 @@ def test_random_rounding_leaves_the_mean_gradient_unbiased(name: str) -> None:
 def test_dither_halves_the_squared_error_of_the_same_bytes(bits: float, largest: int) -> None:
     gradients = torch.randn(32, 32 * 512, generator=torch.Generator().manual_seed(3))
     exact = gradients.double().mean(0)
-    stochastic = CLUSTER.with_config(
-        intra_bits=None, inter_bits=bits
-    )  # one lossy hop, of which the law speaks
+    # One lossy hop, which the law describes.
+    stochastic = CLUSTER.with_config(intra_bits=None, inter_bits=bits)
     errors = [
         relative_mse(reduction(gradients, seed=0), exact)
         for reduction in (stochastic, stochastic.with_config(inter_rounding="dither"))
@@ -246,7 +227,7 @@ def test_of_n_nodes_n_minus_1_are_rounded(nodes: int, ranks_per_node: int, round
 
 
 def test_dithers_of_senders_with_equal_values_cancel() -> None:
-    # The digital shift puts the dithers of k = 2**m senders into different k-ths of a step: of equal values
+    # The digital shift puts the dithers of k = 2**m senders into different k-ths of a step. Of equal values
     # their sum is as exact as that of one with a step k times as small.
     reduction = Reduction(nodes=4, ranks_per_node=1, config=GradientConfig(hadamard=False, exact_own=False))
     one = torch.randn(1, 4 * 8192, generator=torch.Generator().manual_seed(4))
@@ -299,52 +280,52 @@ def test_stochastic_error_averages_out_over_steps_and_nearest_error_does_not() -
 # -- weight differences: contraction, tracking --------------------------------------------------------
 
 
-repeatable = settings(deadline=None, derandomize=True)
 WEIGHT_GROUP = 2048
-QMAX = {3.5: 5, 4: 7, 8: 127}
 
 
-# Contraction, paper definition 4.2: |C(v) - v|**2 <= (1 - delta) |v|**2
-
-
-def quantize_once(values: Tensor, bits: float, group_size: int) -> Tensor:
-    """Return what arrives of values [n]."""
-    layout = MessageLayout(numel=values.numel(), bits=bits, group_size=group_size)
-    message = torch.empty(layout.nbytes, dtype=torch.uint8)
-    ops.subtract_quantize(values, replica=None, out=message, layout=layout)
-    received = torch.empty(1, values.numel())
-    ops.dequantize_add(message.unsqueeze(0), replica=received, layout=layout, accumulate=False)
-    return received[0]
+def transmitted(values: Tensor, bits: float, group_size: int, clip: float = 1.0) -> Tensor:
+    """Return the values that arrive of values [n], rounded to nearest."""
+    sent = definition.pad(values)
+    return definition.transmit(sent, bits=bits, group_size=group_size, clip=clip)[: len(values)]
 
 
 def guaranteed_delta(bits: float, group_size: int) -> float:
-    """Delta of nearest rounding for any group.
+    """Return delta of nearest rounding for any group: |C(v) - v|**2 <= (1 - delta) |v|**2 (definition 4.2).
 
-    In units of the scale the largest value m is at least qmax (1 - 2**-7) and errs by at most 1/2. Every
-    other value x errs by at most min(|x|, 1/2). The ratio is worst when all others are 1/2.
+    In units of the scale the largest value m is at least qmax (1 - 2**-7), with an error of at most 1/2.
+    Every other value x has an error of at most min(|x|, 1/2). The ratio is worst when all others are 1/2.
     """
     largest = (QMAX[bits] * (1 - 2**-7) * (1 - 2**-20)) ** 2
     others = (group_size - 1) / 4
     return 1 - (others + 1 / 4) * (1 + 2**-14) / (others + largest)
 
 
-finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**99), max_value=2.0**99)
 
 
-@repeatable
+@settings(deadline=None, derandomize=True)
 @given(
     st.lists(finite, min_size=1, max_size=64),
-    st.sampled_from([3.5, 4, 8]),
+    st.sampled_from(QUANTIZED_BITS),
+    st.sampled_from([1.0, 0.6, 0.1]),
     st.integers(0, 2**20),
 )
-def test_nearest_rounding_contracts_every_group(some: list[float], bits: float, seed: int) -> None:
+def test_nearest_rounding_contracts_every_group(
+    some: list[float], bits: float, clip: float, seed: int
+) -> None:
     values = torch.tensor(some)[torch.arange(64) % len(some)]
-    if seed % 2:  # as bad as it gets: one large value, all others near half a level
+    if seed % 2:  # the worst case: one large value, all others near half a level
         values[1:] = values[0].abs() / QMAX[bits] * (0.49 + 0.02 * (seed % 53) / 52)
-    error = (quantize_once(values, bits, 64).double() - values.double()).square().sum().item()
-    norm = values.double().square().sum().item()
-    tiny = values.abs().max().item() < 2.0**-99
-    assert error <= (1 if tiny else 1 - guaranteed_delta(bits, 64)) * norm
+    error = (transmitted(values, bits, 64, clip).double() - values.double()).abs()
+    magnitudes = values.double().abs()
+    # No value moves away, and the largest comes nearer, however far it is clipped: differences die out. At a
+    # tie the rounding of the reciprocal may choose the farther level.
+    assert (error <= magnitudes * (1 + 2**-14)).all()
+    if magnitudes.max() >= 2.0**-99:
+        assert error[magnitudes == magnitudes.max()].max() <= (1 - clip / 2) * magnitudes.max()
+        if clip == 1:
+            norm = magnitudes.square().sum().item()
+            assert error.square().sum().item() <= (1 - guaranteed_delta(bits, 64)) * norm
 
 
 def test_guaranteed_contraction_of_the_weight_group_is_positive_and_almost_reached() -> None:
@@ -352,7 +333,7 @@ def test_guaranteed_contraction_of_the_weight_group_is_positive_and_almost_reach
     assert 0.085 < delta < 0.087
     values = torch.full((WEIGHT_GROUP,), 0.4999)
     values[0] = 6.99  # a scale of exactly one
-    error = relative_mse(quantize_once(values, 4, WEIGHT_GROUP), values)
+    error = relative_mse(transmitted(values, 4, WEIGHT_GROUP), values)
     assert 1 - delta - 0.01 < error <= 1 - delta
 
 
@@ -374,18 +355,15 @@ def adam_like_updates(numel: int, steps: int, *, learning_rate: float) -> Iterat
 
 
 def test_quantized_differences_track_the_main_weights_for_200_steps() -> None:
-    numel, bits = 3 * WEIGHT_GROUP + 500, 4
-    main = 0.02 * torch.randn(numel, generator=torch.Generator().manual_seed(7))
+    numel, config = 3 * WEIGHT_GROUP + 500, WeightConfig()
+    main = 0.02 * torch.randn(1, numel, generator=torch.Generator().manual_seed(7))
     replica = main.to(torch.bfloat16)
-    layout = MessageLayout(numel=numel, bits=bits, group_size=WEIGHT_GROUP)
-    message = torch.empty(layout.nbytes, dtype=torch.uint8)
-    contraction = math.sqrt(1 - guaranteed_delta(bits, WEIGHT_GROUP))
+    contraction = math.sqrt(1 - guaranteed_delta(4, WEIGHT_GROUP))
     largest_update, largest_cast, gaps, casts, directs = 0.0, 0.0, [], [], []
     for update in adam_like_updates(numel, 200, learning_rate=3e-4):
         main = main - update
         before = (main.double() - replica.double()).norm().item()
-        ops.subtract_quantize(main, replica=replica, out=message, layout=layout)
-        ops.dequantize_add(message[None], replica=replica[None], layout=layout, accumulate=True)
+        replica = definition.refresh(replica, main, config=config)
         # One step of the paper's recursion. bf16 rounds by at most 2**-8 of a value, fp32 by 2**-24.
         gap = (main.double() - replica.double()).norm().item()
         cast = 2**-8 * replica.double().norm().item() + 2**-23 * main.double().norm().item()
@@ -394,7 +372,7 @@ def test_quantized_differences_track_the_main_weights_for_200_steps() -> None:
         largest_cast = max(largest_cast, cast)
         gaps.append(gap / main.double().norm().item())
         casts.append(relative_mse(main.to(torch.bfloat16), main))
-        directs.append(relative_mse(quantize_once(main, bits, WEIGHT_GROUP), main))
+        directs.append(relative_mse(transmitted(main[0], 4, WEIGHT_GROUP), main[0]))
     # Unrolled: a geometric series, whatever the number of steps.
     bound = (contraction * largest_update + largest_cast) / (1 - contraction)
     assert max(gaps) * main.double().norm().item() <= bound
@@ -406,12 +384,9 @@ def test_quantized_differences_track_the_main_weights_for_200_steps() -> None:
 
 def test_residual_is_not_lost_but_sent_later() -> None:
     # With the main weights at rest, repeated differences bring an fp32 replica to them.
-    main = student_t(WEIGHT_GROUP, seed=1)
-    replica = torch.zeros(1, WEIGHT_GROUP)
-    layout = MessageLayout(numel=WEIGHT_GROUP, bits=4, group_size=WEIGHT_GROUP)
-    message = torch.empty(layout.nbytes, dtype=torch.uint8)
+    main = student_t(1, WEIGHT_GROUP, seed=1)
+    replica = torch.zeros_like(main)
     for _ in range(40):
-        ops.subtract_quantize(main, replica=replica[0], out=message, layout=layout)
-        ops.dequantize_add(message.unsqueeze(0), replica=replica, layout=layout, accumulate=True)
+        replica = definition.refresh(replica, main, config=WeightConfig())
     # The largest residual falls to half a level of 7 per step.
-    assert (replica[0] - main).abs().max().item() <= 2.0**-23 * main.abs().max().item()
+    assert (replica - main).abs().max().item() <= 2.0**-23 * main.abs().max().item()

@@ -29,8 +29,7 @@ from sdp4bit.collectives.errors import (
     set_timeout,
 )
 from tests import toy
-from tests.lab.pretrain.saved_runs import one_rank
-from tests.ranks import run_ranks
+from tests.ranks import one_rank, run_ranks
 
 WAITS = {True: 8, False: 60}
 """Seconds that ranks wait for one that hangs, or whose end they see at once."""
@@ -60,7 +59,7 @@ def train_until_rank_3_is_gone(preset: str, *, hangs: bool) -> None:
 
 
 def sections(failure: str) -> dict[int, str]:
-    """Return what each rank has reported."""
+    """Return the reports of all ranks."""
     parts = re.split(r"^rank (\d): ", failure, flags=re.M)
     return {int(rank): text for rank, text in zip(parts[1::2], parts[2::2], strict=True)}
 
@@ -126,7 +125,7 @@ OPERATIONS: dict[str, Callable[[dist.ProcessGroup], object]] = {
 
 
 def lose_rank_1(hangs: bool) -> None:
-    """Every operation, in a group of its own, says in its own words that rank 1 is lost."""
+    """Every operation, in a group of its own, reports in its own words that rank 1 is lost."""
     groups = {name: dist.new_group(timeout=timedelta(seconds=1)) for name in OPERATIONS}
     store = dist.distributed_c10d._get_default_store()
     store.set(f"connected {dist.get_rank()}", "")

@@ -1,4 +1,4 @@
-"""Nodes, process groups and exchanges: who shares a node, which groups a rank creates and what they carry.
+"""Nodes, process groups and exchanges: members of a node, groups that a rank creates, their messages.
 
 Layers: no process; a fake process group; gloo; threads, for libraries that have exchanges of their own.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +32,7 @@ from sdp4bit.collectives.topology import (
     mesh_row,
     node_labels,
 )
-from tests.ranks import on_ranks, run_ranks, run_threads
+from tests.ranks import fake_world, on_ranks, run_ranks, run_threads
 
 
 def open_groups() -> int:
@@ -47,17 +45,6 @@ def grid(nodes: int, per_node: int) -> NodeLayout:
 
 
 # -- a fake process group -----------------------------------------------------------------------------
-
-
-@contextmanager
-def fake_world(size: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def attach(world: int, *, layers: int) -> tuple[int, int, int]:
@@ -75,7 +62,7 @@ def attach(world: int, *, layers: int) -> tuple[int, int, int]:
         object_bytes += int(size)
         return tensor, size
 
-    with fake_world(world):
+    with fake_world(world, rank=0):
         mesh = init_device_mesh("cpu", (world,))
         model = nn.Sequential(*(fully_shard(nn.Linear(32, 32), mesh=mesh) for _ in range(layers)))
         fully_shard(model, mesh=mesh)
@@ -118,7 +105,7 @@ def test_streams_of_communicators_have_high_priority_by_a_stand_in_for_nccl() ->
 
     nccl = SimpleNamespace(Options=StandInForNCCLOptions)
     with (
-        fake_world(8),
+        fake_world(8, rank=0),
         mock.patch.object(dist, "new_group", new_group),
         mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
     ):
@@ -274,7 +261,7 @@ def values(rank: int, *shape: int) -> torch.Tensor:
 
 
 def exchange_all(lengths: list[int]) -> None:
-    """Each exchange equals what its definition says; several are under way at once, waited in any order."""
+    """Each exchange equals its definition; several are in flight at once, waited for in any order."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     everyone = range(size)

@@ -1,29 +1,28 @@
-"""Both collectives against what they compute by definition, over layouts and settings drawn at random.
+"""The collectives against the definition, over layouts, rows, sections and settings drawn at random.
 
-Layer: threads, with real data through c10d; the definition is
-tests/collectives/plain_collectives.py, computed for all ranks in one process. Equality is bit for bit; bytes
-are the planner's. `-m slow` draws more than a thousand cases, and worlds of up to 256 ranks.
+Layer: threads, with real data through c10d. Equality is bit for bit, and bytes are those of
+tests/oracles/traffic.py. `-m slow` draws more than a thousand cases, and worlds of up to 256 ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.topology import Topology, arrange, create_topologies
-from sdp4bit.collectives.weight_replica import WeightReplica
-from sdp4bit.config import QUANTIZED_BITS, GradientConfig, Rounding, WeightConfig
-from sdp4bit.traffic import Traffic, TrafficCounter
-from sdp4bit_lab.plan.traffic import Exchange, RankGrid, gradient_exchange, weight_refresh
-from tests.collectives import plain_collectives as plain
+from sdp4bit.collectives.pipeline import group_unit
+from sdp4bit.collectives.sections import RowParameter, Section, cut_row, merge_ranges
+from sdp4bit.config import QUANTIZED_BITS, GradientConfig, WeightConfig
+from sdp4bit.traffic import Traffic
+from tests.collectives.built import BUCKET, SEED, all_reduce_of, reduce_scatter_of, replica_of
+from tests.oracles import sections as by_definition
+from tests.oracles.traffic import RankGrid, all_reduce_exchange, gradient_exchange, weight_refresh
 from tests.ranks import run_threads
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -58,9 +57,52 @@ weight_configs = st.builds(
     mode=st.sampled_from(["difference", "direct"]),
     replica=st.sampled_from(["node", "full"]),
 )
-Case = tuple[tuple[int, int], list[int], torch.dtype, int]
-"""Nodes and ranks per node, lengths of rows, their type, a seed."""
-cases = st.tuples(layouts, st.lists(lengths, min_size=1, max_size=3), dtypes, st.integers(0, 1 << 20))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Values of the parameters of a row, and the indices of norms and biases and of trained ones."""
+
+    numels: tuple[int, ...]
+    fine: tuple[int, ...] = ()
+    trained: tuple[int, ...] = ()
+    is_cut: bool = True
+
+    @property
+    def numel(self) -> int:
+        return sum(self.numels)
+
+    def sections(self, unit: int) -> tuple[Section, ...]:
+        """Return the sections, cut at the borders of parameters; () for a row that is not cut."""
+        if not self.is_cut:
+            return ()
+        parameters = [
+            RowParameter(numel=numel, is_fine=index in self.fine, number=index)
+            for index, numel in enumerate(self.numels)
+        ]
+        return cut_row(parameters, unit=unit, count=len(parameters))
+
+    def trained_ranges(self) -> list[tuple[int, int]]:
+        starts = [sum(self.numels[:index]) for index in range(len(self.numels))]
+        return merge_ranges(
+            [(starts[i], starts[i] + n) for i, n in enumerate(self.numels) if i in self.trained]
+        )
+
+
+numels = st.one_of(st.sampled_from([0, 1, 32, 64, 128, 384]), st.integers(0, 200))
+indices = st.sets(st.integers(0, 4)).map(lambda chosen: tuple(sorted(chosen)))
+rows = st.one_of(
+    lengths.map(lambda numel: Row((numel,), is_cut=False)),
+    st.builds(Row, st.lists(numels, min_size=1, max_size=5).map(tuple), indices, indices),
+)
+MIXED = Row((100, 33, 768, 384, 130, 1, 64), fine=(1, 5, 6), trained=(1, 2, 4, 5))
+"""Aligned matrices, norms and biases among them."""
+
+Case = tuple[tuple[int, int], list[Row], torch.dtype, int]
+"""Nodes and ranks per node, rows, their type, a seed."""
+cases = st.tuples(layouts, st.lists(rows, min_size=1, max_size=3), dtypes, st.integers(0, 1 << 20))
+FLAT = ((2, 2), [MIXED], torch.float32, 1)
+NODES = ((4, 1), [MIXED], torch.float32, 2)
 
 
 def values(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -71,110 +113,79 @@ def values(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, drawn).to(dtype)
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """What the ranks of a case share."""
-
-    nodes: int
-    per_node: int
-
-    def counter(self) -> TrafficCounter:
-        return TrafficCounter(nodes=self.nodes, ranks_per_node=self.per_node)
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.per_node
-
-    @property
-    def grid(self) -> RankGrid:
-        return RankGrid(nodes=self.nodes, ranks_per_node=self.per_node)
-
-    def topology(self) -> Topology:
-        layout = arrange(range(self.size), [rank // self.per_node for rank in range(self.size)])
-        return create_topologies([layout])[layout.ranks]
-
-
-def assert_sent(sent: Traffic, planned: list[Exchange]) -> None:
-    assert sent.intra_bytes == sum(exchange.intra_bytes for exchange in planned)
-    assert sent.inter_bytes == sum(exchange.inter_bytes for exchange in planned)
-    assert sent.collectives == sum(exchange.collectives for exchange in planned)
+def assert_sent(sent: Traffic, planned: list[Traffic]) -> None:
+    assert sent.intra_bytes == sum(each.intra_bytes for each in planned)
+    assert sent.inter_bytes == sum(each.inter_bytes for each in planned)
+    assert sent.padding_bytes == pytest.approx(sum(each.padding_bytes for each in planned))
+    assert sent.collectives == sum(each.collectives for each in planned)
 
 
 # Gradients
 
 
+Inputs = list[tuple[Tensor, tuple[Section, ...]]]
+"""Rows of all ranks, and their sections."""
+
+
 def reduce_on_threads(
-    world: World, config: GradientConfig, inputs: list[Tensor], multiplier: float
+    nodes: int, per_node: int, config: GradientConfig, inputs: Inputs, multiplier: float
 ) -> list[Tensor]:
-    """What this rank ends with for each of the inputs [world, world, n]."""
-    counter, rank = world.counter(), dist.get_rank()
-    reduce_scatter = QuantizedReduceScatter(
-        world.topology(),
-        config=config,
-        seed=plain.SEED,
-        rank=rank,
-        bucket=plain.BUCKET,
-        traffic=counter,
-        scratch=Scratch(),
-    )
-    outputs = []
-    for call, rows in enumerate(inputs):
+    """Return the row that this rank ends with for each of the inputs [n, g, n, g, values]."""
+    reduce_scatter, traffic = reduce_scatter_of(nodes, per_node, config)
+    grid, outputs, planned = RankGrid(nodes=nodes, ranks_per_node=per_node), [], []
+    for call, (rows, sections) in enumerate(inputs):
+        own = rows.flatten(0, 1)[dist.get_rank()].flatten().clone()
         output = torch.full(rows.shape[-1:], float("nan"), dtype=rows.dtype)
-        reduce_scatter(output, rows[rank].reshape(-1).clone(), call=call, multiplier=multiplier)
+        reduce_scatter(output, own, call=call, multiplier=multiplier, sections=sections)
         outputs.append(output)
-    planned = [gradient_exchange(rows.shape[-1], grid=world.grid, config=config) for rows in inputs]
-    assert_sent(counter.total, planned)
+        planned.append(gradient_exchange(rows.shape[-1], grid=grid, config=config, sections=sections))
+    assert_sent(traffic.total, planned)
     return outputs
 
 
-def check_sums(
-    world: World, config: GradientConfig, inputs: list[Tensor], multiplier: float
-) -> list[tuple[Tensor, Tensor]]:
-    """Return of each of the inputs [world, world, n] the error of its sum [world, n], and a bound for it."""
-    results = run_threads(reduce_on_threads, world.size, world, config, inputs, multiplier, timeout=280)
+def check_sums(config: GradientConfig, inputs: Inputs, multiplier: float) -> list[tuple[Tensor, Tensor]]:
+    """Return of each of the inputs [n, g, n, g, values] the errors of the sums, and bounds for them."""
+    nodes, per_node = inputs[0][0].shape[:2]
+    arguments = nodes, per_node, config, inputs, multiplier
+    results = run_threads(reduce_on_threads, nodes * per_node, *arguments, timeout=280)
     errors = []
-    for call, rows in enumerate(inputs):
-        expected, bound = plain.reduce_scatter(
-            rows,
-            nodes=world.nodes,
-            per_node=world.per_node,
-            config=config,
-            call=call,
-            multiplier=multiplier,
+    for call, (rows, sections) in enumerate(inputs):
+        expected, bound = by_definition.reduce_scatter(
+            rows, sections, config=config, seed=SEED, bucket=BUCKET, call=call, multiplier=multiplier
         )
-        outputs = torch.stack([result[call] for result in results])
+        outputs = torch.stack([result[call] for result in results]).view(expected.shape)
         assert torch.equal(outputs, expected.to(rows.dtype))
-        error = (expected - rows.double().sum(0) * multiplier).abs()
+        error = (expected - rows.double().sum((0, 1)) * multiplier).abs()
         # fp32 sums and transforms lose little beside the quantizers' steps.
-        slack = 1e-4 * rows.double().abs().sum((0, 2), keepdim=True)[0] * abs(multiplier)
+        slack = 1e-4 * rows.double().abs().sum((0, 1, 4))[..., None] * abs(multiplier)
         assert (error <= bound + slack).all()
         errors.append((error, bound))
     return errors
 
 
 def check_gradients(case: Case, config: GradientConfig, multiplier: float) -> None:
-    (nodes, per_node), numels, dtype, seed = case
-    world = World(nodes=nodes, per_node=per_node)
-    inputs = [values(world.size, world.size, n, seed=seed + i, dtype=dtype) for i, n in enumerate(numels)]
-    check_sums(world, config, inputs, multiplier)
+    layout, drawn, dtype, seed = case
+    unit = group_unit(config, nodes=layout[0], ranks_per_node=layout[1])
+    inputs = [
+        (values(*layout, *layout, row.numel, seed=seed + index, dtype=dtype), row.sections(unit))
+        for index, row in enumerate(drawn)
+    ]
+    check_sums(config, inputs, multiplier)
 
 
 multipliers = st.sampled_from([1.0, 0.25, 1 / 3])
+SLICES = GradientConfig(min_numel=0, intra_group_size=96, pipeline_chunks=3)
+NARROW = GradientConfig(min_numel=0, intra_bits=3, inter_bits=3.5, intra_group_size=96, hadamard=False)
 
 
 @few
 @given(case=cases, config=gradient_configs, multiplier=multipliers)
+@example(case=FLAT, config=SLICES, multiplier=0.25)
+@example(case=NODES, config=NARROW, multiplier=0.25)
 def test_every_rank_gets_the_sum_that_the_definition_gives(
     case: Case, config: GradientConfig, multiplier: float
 ) -> None:
     check_gradients(case, config, multiplier)
-
-
-@pytest.mark.parametrize("rounding", ["dither", "stochastic"])
-@pytest.mark.parametrize("layout", [(3, 1), (3, 2)], ids=lambda layout: "x".join(map(str, layout)))
-def test_sums_begin_with_what_stays_in_the_node(layout: tuple[int, int], rounding: Rounding) -> None:
-    config = GradientConfig(inter_rounding=rounding, intra_rounding=rounding, pipeline_chunks=2, min_numel=0)
-    check_gradients((layout, [33, 300], torch.bfloat16, 5), config, 1 / 3)
 
 
 @pytest.mark.slow
@@ -189,75 +200,122 @@ def test_every_rank_gets_the_sum_that_the_definition_gives_in_many_cases(
 
 @few
 @given(case=cases, chunks=st.integers(1, 5), group_size=group_sizes)
-def test_without_a_quantizer_whole_numbers_are_summed_exactly(
-    case: Case, chunks: int, group_size: int
-) -> None:
-    (nodes, per_node), numels, _, seed = case
-    world = World(nodes=nodes, per_node=per_node)
+def test_integers_are_summed_exactly_without_a_quantizer(case: Case, chunks: int, group_size: int) -> None:
+    layout, drawn, _, seed = case
     config = GradientConfig(
         intra_bits=None, inter_bits=None, intra_group_size=group_size, pipeline_chunks=chunks, min_numel=0
     )
     generator = torch.Generator().manual_seed(seed)
-    shape = (world.size, world.size)
-    inputs = [torch.randint(-999, 1000, (*shape, n), generator=generator).float() for n in numels]
-    results = run_threads(reduce_on_threads, world.size, world, config, inputs, 1.0, timeout=60)
-    for call, rows in enumerate(inputs):
-        assert torch.equal(torch.stack([result[call] for result in results]), rows.sum(0))
+    shapes = [(*layout, *layout, row.numel) for row in drawn]
+    inputs: Inputs = [(torch.randint(-999, 1000, shape, generator=generator).float(), ()) for shape in shapes]
+    results = run_threads(reduce_on_threads, layout[0] * layout[1], *layout, config, inputs, 1.0, timeout=60)
+    for call, (rows, _) in enumerate(inputs):
+        sums = torch.stack([result[call] for result in results])
+        assert torch.equal(sums, rows.sum((0, 1)).flatten(0, 1))
+
+
+def all_reduce_on_threads(
+    nodes: int, per_node: int, config: GradientConfig, inputs: Inputs, multiplier: float
+) -> list[Tensor]:
+    """Return the sum that this rank ends with for each of the inputs [n, g, values]."""
+    all_reduce, traffic = all_reduce_of(nodes, per_node, config)
+    grid, outputs, planned = RankGrid(nodes=nodes, ranks_per_node=per_node), [], []
+    for call, (rows, sections) in enumerate(inputs):
+        outputs.append(rows.flatten(0, 1)[dist.get_rank()].clone())
+        all_reduce(outputs[-1], call=call, multiplier=multiplier, sections=sections)
+        planned.append(all_reduce_exchange(rows.shape[-1], grid=grid, config=config, sections=sections))
+    assert_sent(traffic.total, planned)
+    return outputs
+
+
+@few
+@given(case=cases, config=gradient_configs, multiplier=multipliers)
+@example(case=FLAT, config=SLICES, multiplier=0.25)
+@example(case=NODES, config=NARROW, multiplier=0.25)
+def test_all_ranks_get_the_sum_of_tensors_that_the_definition_gives(
+    case: Case, config: GradientConfig, multiplier: float
+) -> None:
+    (nodes, per_node), drawn, dtype, seed = case
+    unit = group_unit(config, nodes=nodes, ranks_per_node=per_node)
+    inputs = [
+        (values(nodes, per_node, row.numel, seed=seed + index, dtype=dtype), row.sections(unit))
+        for index, row in enumerate(drawn)
+    ]
+    arguments = nodes, per_node, config, inputs, multiplier
+    results = run_threads(all_reduce_on_threads, nodes * per_node, *arguments, timeout=280)
+    for call, (rows, sections) in enumerate(inputs):
+        expected = by_definition.all_reduce(
+            rows, sections, config=config, seed=SEED, bucket=BUCKET, call=call, multiplier=multiplier
+        )
+        assert all(torch.equal(result[call], expected.to(dtype)) for result in results)
 
 
 # Weights
 
 
-def refresh_on_threads(world: World, config: WeightConfig, mains: list[Tensor]) -> list[Tensor]:
-    """What this rank holds, [rows, n], or could gather, [world, n], after each refresh towards [world, n]."""
-    counter, rank, topology = world.counter(), dist.get_rank(), world.topology()
-    replica = WeightReplica(topology, config=config, traffic=counter, scratch=Scratch())
-    replica.start_full_refresh(mains[0][rank])
+def refresh_on_threads(
+    nodes: int, per_node: int, config: WeightConfig, row: Row, mains: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return the rows that this rank holds after each refresh, the last one of trained parameters only.
+
+    Args:
+        mains: [n, g, values], at the start and at each refresh.
+    """
+    sections, rank = row.sections(config.group_size), dist.get_rank()
+    replica, traffic = replica_of(nodes, per_node, config, sections=sections)
+    own = [each.flatten(0, 1)[rank].clone() for each in mains]
+    replica.start_full_refresh(own[0])
     replica.wait()
-    counter.end_step()
-    held = []
-    for rows in mains:
-        replica.start_quantized_refresh(rows[rank].clone())
+    traffic.end_step()
+    grid, held = RankGrid(nodes=nodes, ranks_per_node=per_node), []
+    for main in own:
+        ranges = row.trained_ranges() if main is own[-1] and row.is_cut else None
+        replica.start_quantized_refresh(main, ranges=ranges)
         replica.wait()
+        assert replica.rows is not None
         held.append(replica.rows.clone())
-    planned = [weight_refresh(rows.shape[1], grid=world.grid, config=config) for rows in mains]
-    # The planner knows unquantized weights as bf16 only, and drops the collectives of empty rows.
-    if rows.numel() and (rows.dtype != torch.float32 or config.bits is not None):
-        assert_sent(counter.current_step, planned)
-    if not replica.is_full:
-        gathered = torch.full((rows.numel(),), float("nan"), dtype=rows.dtype)
-        replica.gather(gathered)
-        held.append(gathered.view(rows.shape))
-    return held
+        # Empty rows have a collective, and rows of full precision are counted in their own dtype.
+        if ranges is None and row.numel and (main.dtype != torch.float32 or config.bits is not None):
+            planned = weight_refresh(row.numel, grid=grid, config=config, sections=sections)
+            assert_sent(traffic.current_step, [planned])
+        traffic.end_step()
+    if replica.is_full:
+        return held, None
+    gathered = torch.full((mains[0].numel(),), float("nan"), dtype=mains[0].dtype)
+    replica.gather(gathered)
+    return held, gathered.view(mains[0].shape)
 
 
 def check_weights(case: Case, config: WeightConfig) -> None:
-    (nodes, per_node), numels, dtype, seed = case
-    world = World(nodes=nodes, per_node=per_node)
-    numel = numels[0]
-    start = values(world.size, numel, seed=seed, dtype=dtype)
-    mains = [start]
-    for number in range(1, 3):
-        change = values(world.size, numel, seed=seed + number, dtype=torch.float32) * 0.01
-        mains.append((mains[-1].float() + change).to(dtype))
-    results = run_threads(refresh_on_threads, world.size, world, config, mains, timeout=280)
-    expected = start
+    (nodes, per_node), (row, *_), dtype, seed = case
+    shape = nodes, per_node, row.numel
+    mains = [values(*shape, seed=seed, dtype=dtype)]
+    for number in range(1, 4):
+        mains.append(
+            (mains[-1].float() + 0.01 * values(*shape, seed=seed + number, dtype=torch.float32)).to(dtype)
+        )
+    results = run_threads(
+        refresh_on_threads, nodes * per_node, nodes, per_node, config, row, mains, timeout=280
+    )
+    sections, expected = row.sections(config.group_size), mains[0].flatten(0, 1)
     is_full = config.replica == "full" or per_node == 1
-    for call, rows in enumerate(mains):
-        expected = plain.refresh(expected, rows, config=config)
-        if config.bits is None:
-            assert torch.equal(expected, rows)
-        by_place = expected.view(nodes, per_node, numel)
-        for rank, held in enumerate(results):
-            want = by_place if is_full else by_place[:, rank % per_node]
-            assert torch.equal(held[call], want)
-    if not is_full:
-        assert all(torch.equal(held[-1], expected) for held in results)
+    for call, main in enumerate(mains):
+        is_last = main is mains[-1] and row.is_cut
+        refreshed = [each.within(row.trained_ranges()) for each in sections] if is_last else sections
+        if refreshed or not is_last:
+            expected = by_definition.refresh(expected, main.flatten(0, 1), refreshed, config=config)
+        by_node = expected.view(shape)
+        for rank, (held, _) in enumerate(results):
+            assert torch.equal(held[call], by_node if is_full else by_node[:, rank % per_node])
+    assert all(gathered is None or torch.equal(gathered, expected.view(shape)) for _, gathered in results)
 
 
 @few
 @given(case=cases, config=weight_configs)
-def test_every_replica_holds_what_the_definition_gives(case: Case, config: WeightConfig) -> None:
+@example(case=FLAT, config=WeightConfig(group_size=384))
+@example(case=FLAT, config=WeightConfig(group_size=384, bits=2, replica="full"))
+@example(case=NODES, config=WeightConfig(group_size=384, mode="direct"))
+def test_every_replica_holds_the_weights_that_the_definition_gives(case: Case, config: WeightConfig) -> None:
     check_weights(case, config)
 
 
@@ -265,7 +323,7 @@ def test_every_replica_holds_what_the_definition_gives(case: Case, config: Weigh
 @pytest.mark.timeout(1200)
 @many
 @given(case=cases, config=weight_configs)
-def test_every_replica_holds_what_the_definition_gives_in_many_cases(
+def test_every_replica_holds_the_weights_that_the_definition_gives_in_many_cases(
     case: Case, config: WeightConfig
 ) -> None:
     check_weights(case, config)
@@ -278,20 +336,20 @@ def test_every_replica_holds_what_the_definition_gives_in_many_cases(
     "nodes", [8, pytest.param(16, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)]
 )
 def test_hundreds_of_ranks_sum_and_refresh_by_definition(nodes: int) -> None:
-    world, numel = World(nodes=nodes, per_node=8), 161
-    generator, shape = torch.Generator().manual_seed(nodes), (world.size, world.size, numel)
+    numel, world = 161, nodes * 8
+    generator, shape = torch.Generator().manual_seed(nodes), (nodes, 8, nodes, 8, numel)
     config = GradientConfig(min_numel=0, intra_group_size=64, inter_group_size=32, pipeline_chunks=2)
-    whole = torch.randint(-99, 100, shape, generator=generator).float()
+    integers = torch.randint(-99, 100, shape, generator=generator).float()
     exact = replace(config, intra_bits=None, inter_bits=None)
-    ((error, _),) = check_sums(world, exact, [whole], 1.0)
+    ((error, _),) = check_sums(exact, [(integers, ())], 1.0)
     assert not error.any()
-    ((error, bound),) = check_sums(world, config, [torch.randn(shape, generator=generator)], 1.0)
+    ((error, bound),) = check_sums(config, [(torch.randn(shape, generator=generator), ())], 1.0)
     assert (error <= bound * (1 + 1e-3)).all() and error.max() > 0
     # Far below the bound on average: the errors of world x 2 roundings are independent.
-    assert error.mean() < bound.mean() / world.size**0.5
+    assert error.mean() < bound.mean() / world**0.5
     for weights in (
         WeightConfig(group_size=64),
         WeightConfig(group_size=64, replica="full"),
         WeightConfig(bits=None),
     ):
-        check_weights(((nodes, 8), [numel], torch.bfloat16, nodes), weights)
+        check_weights(((nodes, 8), [Row((numel,), is_cut=False)], torch.bfloat16, nodes), weights)

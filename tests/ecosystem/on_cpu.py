@@ -1,10 +1,11 @@
-"""What tests of trainers share: FSDP2 on processes without a device, tiny models, bytes that are sent."""
+"""Tools of the trainers' tests: FSDP2 on processes without a device, tiny models, bytes that are sent."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +24,12 @@ LOSSLESS = SDP4BitConfig(
 QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0), telemetry=TelemetryConfig(interval=2))
 CONFIGS: dict[str, SDP4BitConfig | None] = {"plain": None, "lossless": LOSSLESS, "quantized": QUANTIZED}
 TOKENS = 96
+STEPS, SAVED = 6, 3
+"""Steps of a run, and those before its checkpoint."""
 
 
 def as_launched() -> None:
-    """Set what torchrun would have set; the process group is there already."""
+    """Set the variables of torchrun; the process group is there already."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", HF_HUB_OFFLINE="1", TORCHELASTIC_RUN_ID="0")
@@ -72,7 +75,7 @@ def tiny_rows(count: int = 64, length: int = 16) -> list[dict[str, list[int]]]:
 
 @contextmanager
 def count_sent_bytes() -> Iterator[dict[str, int]]:
-    """Count what this rank sends for weights and gradients: plain collectives as rings, and messages."""
+    """Count the bytes that this rank sends for weights and gradients, with plain collectives as rings."""
     sent = {"gathers": 0, "reductions": 0, "messages": 0}
     gather, reduce, isend = dist.all_gather_single, dist.reduce_scatter_single, dist.isend
     peers = dist.get_world_size() - 1
@@ -102,8 +105,25 @@ def weights_of(model: torch.nn.Module) -> float:
     return sum(part.detach().double().abs().sum().item() for part in local)
 
 
+def outcome(model: torch.nn.Module, losses: list[float], sent: dict[str, int], comm: Any) -> dict[str, Any]:
+    """Return the results of a run that are compared; comm is its handle or None."""
+    reported = 0 if comm is None else comm.stats()["total"]["inter_bytes"]
+    return {"losses": losses, "weights": weights_of(model), "sent": sent, "reported": reported}
+
+
+def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the scalars of a log by name, each with its step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(folder))
+    log.Reload()
+    return {
+        name: [(event.step, event.value) for event in log.Scalars(name)] for name in log.Tags()["scalars"]
+    }
+
+
 def assert_bytes(plain: dict[str, Any], quantized: dict[str, Any], *, least: float) -> None:
-    """What was sent is what is reported, and so many times less than plain FSDP2 sends."""
+    """All bytes sent are reported, and plain FSDP2 sends more by this factor."""
     assert plain["sent"]["messages"] == 0 and quantized["sent"]["gathers"] == 0
     assert sum(quantized["sent"].values()) == quantized["reported"]
     assert sum(plain["sent"].values()) / quantized["reported"] > least

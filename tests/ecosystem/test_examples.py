@@ -1,4 +1,4 @@
-"""The examples of the trainers run, and the blocks that their pages begin with import what there is."""
+"""The examples of the trainers run, and the first blocks of their pages import existing names."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def rows(step: int) -> tuple[Tensor, Tensor]:
 def train(
     kind: str, config: SDP4BitConfig | None, *, folder: str = "", resume: bool = False
 ) -> dict[str, Any]:
-    """Train, save after half of the steps or resume from there; return what is compared."""
+    """Train, save after half of the steps or resume from there; return the values that are compared."""
     model = build(kind)
     comm = None if config is None else quantize_communication(model, topology=1, config=config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

@@ -25,11 +25,12 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.quantization import Float8LinearConverter, MXFP8LinearConverter
 from torchtitan.models.common.linear import Linear
 
-from tests.ecosystem import on_cpu, test_torchtitan
+from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import CONFIGS, WORLD
+from tests.ecosystem.trainers import torchtitan as titan
 from tests.ranks import run_ranks
 
-PRELOAD = [*test_torchtitan.PRELOAD, "torchtitan.components.quantization"]
+PRELOAD = [*titan.PRELOAD, "torchtitan.components.quantization"]
 KINDS = ["float8", "mxfp8"]
 
 
@@ -65,14 +66,14 @@ def train_all(folder: Path, kind: str) -> dict[str, Any]:
     on_cpu.as_launched()
     result = {}
     for name, communication in CONFIGS.items():
-        spec = test_torchtitan.model_spec()
+        spec = titan.model_spec()
         config = replace(
-            test_torchtitan.config_of(folder / name),
+            titan.config_of(folder / name),
             model_spec=replace(spec, model=convert(spec.model, kind)),
             checkpoint=CheckpointManager.Config(),
         )
-        quantized = config if communication is None else test_torchtitan.quantized(config, communication)
-        result[name] = test_torchtitan.train(quantized)
+        quantized = config if communication is None else titan.quantized(config, communication)
+        result[name] = titan.run(quantized)
     return result
 
 

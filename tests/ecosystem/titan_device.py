@@ -1,4 +1,4 @@
-"""Imports torchtitan where there is no device: what it then asks is answered for the CPU."""
+"""Imports torchtitan without a device: its questions about one are answered for the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ecosystem.on_cpu import WORLD
 
 
 def cpu_as_a_device() -> ModuleType:
-    """Return what torchtitan asks of a device, answered for the CPU."""
+    """Return the answers to torchtitan's questions about a device, for the CPU."""
     answers = {
         "set_device": lambda _: None,
         "current_device": lambda: 0,

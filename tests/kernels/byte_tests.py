@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from sdp4bit.config import QUANTIZED_BITS
-from sdp4bit.quantization import ops
-from sdp4bit.quantization.formats import format_of
-from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit_lab.selftest.kernel_cases import (
+from sdp4bit.kernels.cases import (
     BY_SHAPE,
     EDGE_CASES,
     KernelCase,
@@ -20,10 +17,13 @@ from sdp4bit_lab.selftest.kernel_cases import (
     difference,
     guarded_messages,
 )
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.formats import format_of
+from sdp4bit.quantization.layout import MessageLayout
 
 
 def compare(*args: Any, **named: Any) -> None:
-    """Fail with what differs."""
+    """Fail with a description of the difference."""
     found = difference(*args, **named)
     assert found is None, found
 

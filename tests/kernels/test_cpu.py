@@ -1,6 +1,6 @@
 """The numba kernels write the bytes of the reference, and nothing else, on any number of threads.
 
-Layer: no process, save for the tests of what happens when a process starts.
+Layer: no process, except for the tests of the start of a process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tests import ROOT
 
 pytest.importorskip("numba", reason="needs numba")
 
+from sdp4bit.kernels.cases import KEY, SHAPES, Shape, guarded_messages, make_values, whole
 from sdp4bit.kernels.cpu import backend as cpu
 from sdp4bit.kernels.cpu import kernels as cpu_kernels
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit_lab.selftest.kernel_cases import KEY, SHAPES, Shape, guarded_messages, make_values, whole
 from tests.kernels.byte_tests import ByteTests
 
 
@@ -114,7 +114,7 @@ class TestCalls:
 
 
 def run_python(code: str, *, timeout: float = 280, **environment: str) -> str:
-    """Return what the code prints in a process of its own."""
+    """Return the output of the code in a process of its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "NUMBA_"))}
     result = subprocess.run(
         [sys.executable, "-c", code],

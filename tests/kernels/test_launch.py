@@ -1,6 +1,6 @@
-"""A launch that skips Triton's own way launches what Triton would have launched.
+"""A launch that skips Triton's own way launches the same kernel with the same arguments.
 
-On a driver that launches nothing: kernels are compiled for a real target, and what reaches it is compared.
+On a driver that launches nothing: kernels are compiled for a real target, and their arguments are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sdp4bit.quantization.random import RoundingKey
 if not backend._IS_COMPILED:
     pytest.skip("Triton interprets kernels in this process", allow_module_level=True)
 
-try:  # None of what this needs is public, so it may move in any release.
+try:  # All of these names are private, so they may move in any release.
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 except ImportError:
@@ -74,7 +74,7 @@ def calls() -> Iterator[list[Call]]:
 
 
 def identity(argument: Any) -> Any:
-    """What the device gets of an argument; views of one tensor are new objects in each call."""
+    """The value of an argument on the device; views of one tensor are new objects in each call."""
     if not isinstance(argument, torch.Tensor):
         return argument
     return argument.data_ptr(), argument.dtype, argument.shape, argument.stride()
@@ -124,7 +124,7 @@ def test_known_kernels_are_those_that_triton_chooses(calls):
 
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "reduce_quantize", "reduce_hadamard"])
 def test_numbers_are_never_specialized(name):
-    """What the choice of a kernel relies on: tensors, numbers of which only the type counts, constants."""
+    """Arguments that choose a kernel: tensors, numbers of which only the type counts, constants."""
     kernel = getattr(backend, f"{name}_kernel")
     kinds = [
         "constant" if p.is_constexpr else "number" if p.do_not_specialize else "tensor" for p in kernel.params

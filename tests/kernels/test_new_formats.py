@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
+from sdp4bit.kernels import cases
+from sdp4bit.kernels.cases import BY_SHAPE, KernelCase, Shape, dithered_zeros, make_values
 from sdp4bit.observe.explain import describe_weights
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.formats import FORMATS, InOrder
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit_lab.selftest import kernel_cases
-from sdp4bit_lab.selftest.kernel_cases import BY_SHAPE, KernelCase, Shape, dithered_zeros, make_values
 from tests.collectives.test_properties import check_gradients, check_weights
 from tests.kernels.byte_tests import compare
 from tests.quantization import oracle
@@ -82,9 +82,9 @@ def test_kernels_write_the_bytes_of_the_reference(
         if not IS_INTERPRETED.value:
             pytest.skip("test_triton.py runs this in Triton's interpreter")
         monkeypatch.setitem(formats.FORMATS, added.name, CODINGS[added.name])
-    monkeypatch.setattr(kernel_cases, "ALL_BITS", (added.name,))
-    monkeypatch.setattr(kernel_cases, "QUANTIZED_BITS", (added.name,))
-    monkeypatch.setattr(kernel_cases, "HOPS", ((8, added.name), (added.name, 4)))
+    monkeypatch.setattr(cases, "ALL_BITS", (added.name,))
+    monkeypatch.setattr(cases, "QUANTIZED_BITS", (added.name,))
+    monkeypatch.setattr(cases, "HOPS", ((8, added.name), (added.name, 4)))
     shapes: list[tuple[Any, ...]] = [()]
     if make is not dithered_zeros:
         shapes = [(Shape(1, 128, 300, False),), (Shape(4, 96, 96 * 24, True),)]

@@ -1,4 +1,4 @@
-"""What property tests draw from, and how many cases they try: a few by default, many when marked slow."""
+"""Values that property tests draw, and the number of cases: a few by default, many when marked slow."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sdp4bit.config import LEAST_CLIP, QUANTIZED_BITS
-from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey
-from sdp4bit_lab.selftest.kernel_cases import (
+from sdp4bit.kernels.cases import (
     DTYPES,
     guarded_messages,
     guarded_values,
     make_messages,
     make_values,
 )
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.random import RoundingKey
 
 FEW = settings(deadline=None, derandomize=True, max_examples=60)
 MANY = settings(
     deadline=None, max_examples=1500, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-"""New ones in every run: what fails is printed with the way to repeat it."""
+"""New ones in every run: a failure is printed with the way to repeat it."""
 PROFILES = pytest.mark.parametrize(
     "profile",
     [
@@ -40,7 +40,7 @@ PROFILES = pytest.mark.parametrize(
 def hold(
     profile: settings, strategy: st.SearchStrategy[Any], check: Callable[[Any], None], *, name: str = ""
 ) -> None:
-    """The check passes for as many cases as the profile says; the smallest that does not is shown."""
+    """The check passes for the number of cases of the profile; the smallest failing case is shown."""
     passed = 0
 
     def test(case: Any) -> None:

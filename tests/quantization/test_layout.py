@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout, round_up
+from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout, message_layout, round_up
 
 repeatable = settings(deadline=None, derandomize=True)
 
@@ -127,3 +127,9 @@ def test_round_up_is_the_smallest_multiple_not_below(value: int, multiple: int) 
     rounded = round_up(value, multiple)
     assert rounded % multiple == 0
     assert 0 <= rounded - value < multiple
+
+
+def test_equal_numbers_of_other_types_do_not_get_each_others_layout() -> None:
+    message_layout(numel=4128, bits=4.0, group_size=96.0)  # type: ignore[arg-type]
+    layout = message_layout(numel=4128, bits=4, group_size=96)
+    assert type(layout.nbytes) is int and type(layout.bits) is int

@@ -41,7 +41,7 @@ def test_transposed_view_equals_its_copy() -> None:
 
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
 def test_slices_of_a_row_carry_the_codes_and_scales_of_the_whole(bits: float) -> None:
-    # What lets a pipelined reduction equal the unpipelined one bit for bit.
+    # So a pipelined reduction equals the unpipelined one bit for bit.
     numel, group_size, destinations, parts, ranks = 1000, 96, 2, 3, 2
     gradients = [values_of(destinations, parts, numel, seed=seed) for seed in range(ranks)]
 

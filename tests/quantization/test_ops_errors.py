@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdp4bit.kernels.cases import POISON, bits_of, guarded_messages, whole
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
-from sdp4bit_lab.selftest.kernel_cases import POISON, bits_of, guarded_messages, whole
 from tests.quantization.operator_calls import empty_messages, layout_of, values_of
 
 NUMEL, BITS, GROUP, ROWS, PARTS = 128, 4, 64, 2, 3
@@ -81,7 +81,7 @@ def call(name: str, arguments: dict[str, Any]) -> None:
     getattr(ops, name)(first, **dict(named))
 
 
-# What is said. A row has 128 values; its message 80 bytes with 4 bits, 144 with 8.
+# Texts of errors. A row has 128 values; its message 80 bytes with 4 bits, 144 with 8.
 
 SUBTRACT, ADD, HADAMARD = "subtract_quantize", "dequantize_add", "hadamard_quantize"
 REQUANTIZE, REDUCE = "dequantize_reduce_quantize", "dequantize_reduce_hadamard"

@@ -51,7 +51,7 @@ def test_back_ends_agree(name: str, profile: settings) -> None:
     hold(profile, cases, check, name=name)
 
 
-# What the bits mean
+# Meaning of the bits
 
 
 @st.composite
@@ -87,7 +87,7 @@ def check_round_trip(case: tuple[Any, ...]) -> None:
     for start in range(0, numel, group_size):
         largest = float(transformed[start : start + group_size].abs().max())
         # A level is the scale, at most 1 + 2**-7 times largest / qmax; below 2**-100 all is zero. A sum of 32
-        # errors of a level each, over 32, is a level; fp32 sums of 32 values err by 2**-21 of the largest.
+        # errors of a level each, over 32, is a level; fp32 sums are 2**-21 of the largest off.
         level = largest / QMAX[bits] * (1 + 2**-6)
         level *= 1.0 if rounding and not rounding.dither else 0.5 + 2**-8
         bound = level + largest * 2**-18 + 2.0**-100

@@ -14,7 +14,7 @@ from sdp4bit.quantization import reference
 from sdp4bit.quantization.formats import format_of
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import random_bits16
-from tests.quantization.oracle import (
+from tests.oracles.integers import (
     INF,
     KEY,
     NAN,
@@ -108,17 +108,6 @@ def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: floa
 # Rounding
 
 
-@repeatable
-@given(st.lists(finite_floats, min_size=32, max_size=32), st.sampled_from(QUANTIZED_BITS))
-def test_every_random_draw_gives_a_neighbouring_level(group: list[float], bits: float) -> None:
-    values = torch.tensor([group])
-    down, _ = reference.quantize_groups(values, format_of(bits), torch.zeros(1, 32).int())
-    up, _ = reference.quantize_groups(values, format_of(bits), torch.full((1, 32), 0xFFFF).int())
-    nearest, _ = reference.quantize_groups(values, format_of(bits), None)
-    assert ((up - down >= 0) & (up - down <= 1)).all()
-    assert ((nearest == down) | (nearest == up)).all()
-
-
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
 def test_mean_over_all_draws_is_the_fixed_point_value_exactly(bits: float) -> None:
     group = values_of(1, 32, seed=3)
@@ -160,23 +149,6 @@ def test_clipped_groups_equal_the_oracle(
     assert scales.view(torch.int16).item() == scale
 
 
-@repeatable
-@given(st.lists(finite_floats, min_size=32, max_size=32), st.sampled_from(QUANTIZED_BITS))
-def test_nearest_rounding_contracts_every_group_however_it_is_clipped(
-    group: list[float], bits: float
-) -> None:
-    """So what rounding leaves of a difference dies out: no value moves away, the largest comes nearer."""
-    values = torch.tensor([group]).clamp(-1e30, 1e30)
-    largest = values.abs().max()
-    for clip in (1.0, 0.6, 0.1):
-        codes, scales = reference.quantize_groups(values, format_of(bits), None, clip=clip)
-        error = (codes.double() * scales.double()[:, None] - values.double()).abs()
-        # A tie is at equal distances; the rounding of the reciprocal may choose the farther level.
-        assert (error <= values.double().abs() * (1 + 2**-14)).all()
-        if largest >= 2.0**-100:
-            assert error[values.abs() == largest].max() <= (1 - clip / 2) * largest
-
-
 # Dither
 
 
@@ -188,7 +160,11 @@ def test_dithered_values_come_back_within_half_a_step_and_zeros_as_zeros(bits: f
     random = random_bits16(0, 64, 3, 5)[None]
     codes, scales = reference.quantize_groups(values, format_of(bits), random, dither=True)
     received = format_of(bits).unpack(format_of(bits).pack(codes))
-    error = reference.subtract_dither(received, format_of(bits), random) - values / scales.float()
+    units = reference.subtract_dither(received, format_of(bits), random).double()
+    # Receivers know the upper 8 of the 16 random bits, in the middle of their interval.
+    undithered = received.double() + 0.5 - (random.double() // 256 + 0.5) / 256
+    assert torch.equal(units[units != 0], undithered[units != 0])
+    error = units - values / scales.float()
     assert error.abs().max() <= 0.5 + 2**-8
     zeros = values == 0
     if bits == 3.5:
@@ -197,16 +173,6 @@ def test_dithered_values_come_back_within_half_a_step_and_zeros_as_zeros(bits: f
 
 
 # Packing and layout
-
-
-def test_int4_bytes_hold_value_i_low_and_value_i_plus_half_high() -> None:
-    codes = torch.arange(64) % 15 - 7  # scale one: codes are the values themselves
-    values = codes.float().clamp(-6.99, 6.99).view(1, 64)
-    message = encoded(values, 4, 64).tolist()
-    expected = [(codes[i].item() + 8) | (codes[i + 32].item() + 8) << 4 for i in range(32)]
-    assert message[:32] == expected
-    assert message[32:34] == [0x80, 0x3F]  # bf16 one, little-endian
-    assert message[34:] == [0] * 14
 
 
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
@@ -280,23 +246,6 @@ def test_unquantized_message_is_exact_to_the_bit() -> None:
 
 
 # Non-finite values
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
-@pytest.mark.parametrize("group_size", [32, 96])
-def test_a_non_finite_value_poisons_exactly_its_group(bad: float, bits: float, group_size: int) -> None:
-    numel = 500
-    for place in (0, group_size - 1, group_size, 300, numel - 1):
-        rows = values_of(2, numel)
-        clean = decoded(encoded(rows, bits, group_size), numel, bits, group_size, parts=2)
-        rows[1, place] = bad
-        message = encoded(rows, bits, group_size)
-        spoiled = decoded(message, numel, bits, group_size, parts=2)
-        first = place // group_size * group_size
-        expected = clean.clone()
-        expected[1, first : first + group_size] = NAN
-        assert same_values(spoiled, expected)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])

@@ -12,7 +12,7 @@ from sdp4bit.quantization import reference
 from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import random_bits16
-from tests.quantization.oracle import KEY, encoded, oracle_message, oracle_values, values_of
+from tests.oracles.integers import KEY, encoded, oracle_message, oracle_values, values_of
 
 # Sums
 

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdp4bit
 from sdp4bit import GradientConfig
-from sdp4bit_lab.plan.traffic import RankGrid, all_reduce_exchange
 from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
+from tests.oracles.traffic import RankGrid, all_reduce_exchange
 from tests.ranks import on_ranks, run_ranks
 from tests.toy import (
     Result,

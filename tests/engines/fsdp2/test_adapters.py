@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from sdp4bit import SDP4BitConfig
-from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange, weight_refresh
+from tests.oracles.traffic import RankGrid, gradient_exchange, weight_refresh
 from tests.ranks import on_ranks
 from tests.tables import flat
 from tests.toy import (

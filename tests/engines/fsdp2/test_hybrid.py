@@ -27,9 +27,9 @@ from sdp4bit import (
 )
 from sdp4bit.engines.fsdp2.hooks import ReplicaGroup
 from sdp4bit.traffic import Traffic
-from sdp4bit_lab.plan.traffic import RankGrid, all_reduce_exchange, gradient_exchange
 from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
+from tests.oracles.traffic import RankGrid, all_reduce_exchange, gradient_exchange
 from tests.ranks import on_ranks
 from tests.toy import (
     IDENTITY,

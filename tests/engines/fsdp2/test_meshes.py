@@ -20,12 +20,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from sdp4bit import AlertConfig, ReplicaMismatchError, SDP4BitConfig, quantize_communication
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from sdp4bit.observe.explain import ONE_NODE, ONE_NODE_GRADIENTS, ONE_RANK
-from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
 from tests.engines.fsdp2 import toy_moe
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
 from tests.engines.fsdp2.toy_moe import MoERun, build_moe, expert_mesh
-from tests.lab.plan.test_large_worlds import fake_world
-from tests.ranks import on_ranks
+from tests.oracles.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
+from tests.ranks import fake_world, on_ranks
 from tests.tables import flat
 from tests.toy import QUANTIZED, assert_close_to_plain, assert_variants_equal
 

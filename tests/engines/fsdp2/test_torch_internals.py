@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import sdp4bit
 from sdp4bit.config import TESTED_TORCH
 from sdp4bit.engines.fsdp2 import torch_internals as fsdp_torch
-from tests.lab.plan.test_large_worlds import fake_world
+from tests.ranks import fake_world
 
 
 @pytest.fixture

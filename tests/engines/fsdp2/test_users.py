@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from sdp4bit import SDP4BitConfig
-from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
 from tests import mutations
+from tests.oracles.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
 from tests.ranks import on_ranks
 from tests.tables import explained, flat
 from tests.toy import (

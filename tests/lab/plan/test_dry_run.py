@@ -15,7 +15,7 @@ from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
 from sdp4bit_lab.pretrain.model.cards import MODEL_CARDS
 from sdp4bit_lab.pretrain.step.parallelize import lay_out, shard_chunks
-from tests.lab.plan.test_large_worlds import fake_world
+from tests.ranks import fake_world
 
 
 def dry_run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:

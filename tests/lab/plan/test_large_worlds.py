@@ -6,8 +6,6 @@ buffers, so torch's dispatcher and the library can count calls and bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,24 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.quantization import ops
 from sdp4bit_lab.plan.model import ShardedGroup, least_padded_dim
 from sdp4bit_lab.plan.traffic import RankGrid, group_traffic
+from tests.ranks import fake_world
 from tests.toy import POLICY
 
 WIDTH = 512
-
-
-@contextmanager
-def fake_world(ranks: int, *, rank: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
-        with ops.use_backend("reference"):
-            yield
-    finally:
-        dist.destroy_process_group()
 
 
 class CountCollectives(TorchDispatchMode):

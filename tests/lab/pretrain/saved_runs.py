@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 from sdp4bit import ReplicaMismatchError
 from sdp4bit_lab.common.ranks import Ranks
@@ -19,15 +16,6 @@ from sdp4bit_lab.pretrain.checkpoint_files import LOCK, Progress, RunRecord
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 
 SHAPE = {"layers": 1, "hidden": 8, "heads": 2, "vocabulary": 128, "positions": 16, "dropout": 0.0}
-
-
-@contextmanager
-def one_rank() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 class Communication:

@@ -26,7 +26,8 @@ from sdp4bit_lab.common.files import SUMS, write_sums
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain import checkpoint_files
 from sdp4bit_lab.pretrain.checkpoint_files import TENSORS, find_checkpoints, open_checkpoint
-from tests.lab.pretrain.saved_runs import SavedRun, flip_bit, load_step, names, one_rank, save_step
+from tests.lab.pretrain.saved_runs import SavedRun, flip_bit, load_step, names, save_step
+from tests.ranks import one_rank
 
 
 def attach_tokenizer(folder: Path) -> None:

@@ -27,9 +27,9 @@ from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 from sdp4bit_lab.pretrain.export import export_model
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 from sdp4bit_lab.pretrain.model.gpt import GPT
-from tests.lab.pretrain.saved_runs import Communication, one_rank
+from tests.lab.pretrain.saved_runs import Communication
 from tests.lab.pretrain.tiny_runs import small, train_here, write_text
-from tests.ranks import run_ranks
+from tests.ranks import one_rank, run_ranks
 
 TOKENS = 300
 SHAPE = ModelShape(layers=3, hidden=48, heads=4, vocabulary=384, positions=40)

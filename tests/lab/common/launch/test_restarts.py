@@ -18,7 +18,8 @@ from sdp4bit import ExchangeError
 from sdp4bit_lab.common.launch.store import join_store
 from sdp4bit_lab.pretrain.checkpoint import Start, choose_start
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
-from tests.lab.pretrain.saved_runs import one_rank, save_step
+from tests.lab.pretrain.saved_runs import save_step
+from tests.ranks import one_rank
 
 
 def test_where_a_run_starts(tmp_path):

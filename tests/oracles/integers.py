@@ -95,7 +95,7 @@ def oracle_group(
         return [0] * len(group), 0x7FC0
     inverse = rounded(65536.0 / bits_float(scale << 16))
     codes = [(math.trunc(rounded(x * inverse)) + r) >> 16 for x, r in zip(group, random, strict=True)]
-    # A clipped code is the largest: what is added for rounding does not reach the next one.
+    # A clipped code is the largest: the random bits do not reach the next one.
     return [max(-QMAX[bits], min(QMAX[bits], code)) for code in codes], scale
 
 

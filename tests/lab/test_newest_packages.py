@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.test_user_path import copy_sources, follow_the_tutorial, run
+from tests.lab.test_user_path import copy_sources, follow_the_tutorial, run
 
 
 @pytest.mark.slow

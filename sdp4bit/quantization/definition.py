@@ -1,0 +1,273 @@
+"""The method for all ranks at once, in one process: the exact results of every rank.
+
+Read this first. :func:`refresh` is the paper's algorithm 2 (weights), and :func:`reduce_scatter` its
+algorithm 3 (gradients). :func:`all_reduce` sums whole gradients with the same operators. Ranks are
+dimensions of a tensor, n nodes of g ranks, and a transfer is an index. A sender quantizes a value and the
+receiver dequantizes it; :func:`transmit` does both at once.
+
+The collectives compute the same numbers from messages in buffers, slice by slice. Message layouts, slices,
+exchanges and process groups do not occur here, so a fault in any of them shows as a difference. The smallest
+row that is quantized (`min_numel`) is their decision, too. Groups of values, scales and codes are those of
+:mod:`sdp4bit.quantization.reference`.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.quantization import reference
+from sdp4bit.quantization.formats import BLOCK, Bits, format_of
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR, hadamard32
+from sdp4bit.quantization.layout import round_up
+from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream, random_bits16
+
+
+class Call(NamedTuple):
+    """Numbers of a reduction from which its random bits follow, besides stage, rank and element."""
+
+    seed: int = 0
+    bucket: int = 0
+    """Number of the parameter group."""
+    number: int = 0
+    """Number of the group's reduction, from 0."""
+
+    def key(self, stage: Stage, rank: int) -> RoundingKey:
+        """Return the key of the values that a rank quantizes at a stage."""
+        stream = pack_stream(step=self.number, bucket=self.bucket, stage=stage, rank=rank)
+        return RoundingKey(*derive_keys(self.seed, stream))
+
+
+def refresh(replica: Tensor, mains: Tensor, *, config: WeightConfig) -> Tensor:
+    """Return the weight replica after a refresh with quantized differences, qWD: paper algorithm 2.
+
+    Args:
+        replica: [ranks, n], which all ranks hold; row p approximates the main shard of rank p.
+        mains: [ranks, n], the main shards after the optimizer step.
+    """
+    if config.bits is None or not mains.shape[1]:
+        return mains.clone()
+    refreshed = torch.empty_like(replica)
+    for owner, (held, main) in enumerate(zip(replica, mains, strict=True)):
+        # 1. The owner of a row subtracts the replica, which all ranks hold. So rounding errors return.
+        change = main.float() if config.mode == "direct" else main.float() - held.float()
+        # 2. It quantizes the difference and sends it to all ranks.
+        received = transmit(
+            pad(change), bits=config.bits, group_size=config.group_size, clip=config.effective_clip
+        )[: len(main)]
+        # 3. Every rank, the owner included, adds the same dequantized difference.
+        refreshed[owner] = received if config.mode == "direct" else held.float() + received
+    return refreshed
+
+
+def reduce_scatter(
+    inputs: Tensor, *, config: GradientConfig, call: Call, multiplier: float = 1.0, first_rank: int = 0
+) -> Tensor:
+    """Return the row that each rank ends with, TLq-HS: paper algorithm 3.
+
+    Args:
+        inputs: [n, g, n, g, values]; [k, j, m, i] is the row of local rank j of node k for local rank i of
+            node m.
+        multiplier: factor of the sums, such as 1 / ranks for a mean.
+        first_rank: number of the first rank, for the random bits.
+
+    Returns:
+        fp32 [n, g, values].
+    """
+    nodes, per_node, _, _, numel = inputs.shape
+    if nodes * per_node == 1:
+        return inputs[0, 0].float() * multiplier
+    quantizes_inside = per_node > 1 and config.intra_bits is not None
+    quantizes_between = nodes > 1 and config.inter_bits is not None
+
+    # 1. Transform blocks of 32 values, which spreads an outlier over its block.
+    hadamard = config.hadamard and (quantizes_inside or quantizes_between)
+    rows = transform(pad(inputs), hadamard)
+
+    # 2. Inside each node, rank j sends rank i one message with a row per node. Rank i sums them in the order
+    #    of ranks; the sums stay transformed, because the transform is linear.
+    sums = rows[:, 0].transpose(1, 2).contiguous()  # [k, i, m, values], complete if g is 1
+    if per_node > 1:
+        sums = torch.zeros_like(sums)
+        for k, j in product(range(nodes), range(per_node)):
+            messages = rows[k, j].transpose(0, 1).contiguous()  # [i, m, values]
+            first = first_rank + k * per_node
+            sums[k] += send(
+                messages, config=config, level="intra", call=call, stage=Stage.INTRA, first=first, sender=j
+            )
+
+    # 3. Between nodes, local rank i of node k sends its peer on node m a message of one row.
+    own = None
+    total = sums[0]  # [i, 1, values], complete if n is 1
+    if nodes > 1:
+        if config.exact_own and quantizes_between:
+            # The part for the own node crosses no link, so it is not rounded.
+            own = torch.stack([sums[node, :, node] for node in range(nodes)])
+        total = torch.zeros(nodes, *sums.shape[1::2])  # [m, i, values]
+        for k, i in product(range(nodes), range(per_node)):
+            first = first_rank + i
+            received = send(
+                sums[k, i],
+                config=config,
+                level="inter",
+                call=call,
+                stage=Stage.INTER,
+                first=first,
+                sender=k,
+                distance=per_node,
+            )
+            if own is not None:
+                received[k] = 0.0
+            total[:, i] += received
+
+    # 4. Transform back and multiply once.
+    total = total.reshape(nodes, per_node, rows.shape[-1])
+    result = restore(total, numel, hadamard=hadamard, multiplier=multiplier)
+    if own is None:
+        return result
+    if per_node == 1:  # the rank's own gradient, never transformed
+        return torch.stack([inputs[node, 0, node].float() for node in range(nodes)]) * multiplier + result
+    return restore(own, numel, hadamard=hadamard, multiplier=multiplier) + result
+
+
+def all_reduce(
+    inputs: Tensor, *, config: GradientConfig, call: Call, multiplier: float = 1.0, unit: int = BLOCK
+) -> Tensor:
+    """Return the sum, fp32 [values], that all ranks end with; not part of the paper.
+
+    Args:
+        inputs: [n, g, values], the values of each rank.
+        multiplier: factor of the sum.
+        unit: pieces begin at multiples of this, a multiple of 32.
+    """
+    nodes, per_node, numel = inputs.shape
+    world = nodes * per_node
+    if world == 1 or not numel:
+        return inputs[0, 0].float() * multiplier
+
+    # 1. Cut the values into pieces, one per rank. Of overlapping pieces the later one counts. Two nodes have
+    #    the same pieces: each node reduces them alone, and they exchange their sums.
+    count = per_node if nodes == 2 else world
+    stride = numel // count // unit * unit
+    starts = [piece * stride for piece in range(count)]
+    length = numel - starts[-1]
+    pieces = torch.stack([inputs[..., start : start + length] for start in starts], dim=2)
+
+    # 2. Reduce the pieces like rows.
+    if nodes == 2:
+        rows = pieces.view(2, 1, per_node, 1, per_node, length)
+    else:
+        rows = pieces.view(1, nodes, per_node, nodes, per_node, length)
+    sums = torch.stack(
+        [
+            reduce_scatter(each, config=config, call=call, first_rank=copy * count)
+            for copy, each in enumerate(rows)
+        ]
+    ).view(-1, count, length)  # one sum per piece, or with two nodes one of each
+
+    # 3. Gather the sums, quantized once more. Every rank decodes all of them, its own included.
+    level: Literal["intra", "inter"] = "inter" if nodes > 1 else "intra"
+    hadamard = config.hadamard and getattr(config, f"{level}_bits") is not None
+    result = torch.empty(numel)
+    for piece, start in enumerate(starts):
+        gathered = torch.zeros(round_up(length, BLOCK))
+        for copy, row in enumerate(transform(pad(sums[:, piece]), hadamard)):
+            gathered += send(
+                row,
+                config=config,
+                level=level,
+                call=call,
+                stage=Stage.GATHER,
+                first=piece,
+                sender=copy,
+                distance=count,
+            )
+        result[start : start + length] = restore(gathered, length, hadamard=hadamard, multiplier=multiplier)
+    return result
+
+
+def send(
+    rows: Tensor,
+    *,
+    config: GradientConfig,
+    level: Literal["intra", "inter"],
+    call: Call,
+    stage: Stage,
+    first: int,
+    sender: int,
+    distance: int = 1,
+) -> Tensor:
+    """Return the values that the receivers see of a rank's messages, fp32 [..., padded values].
+
+    Args:
+        first: number of the first rank whose messages are summed with these.
+        sender: index of this rank among them.
+        distance: difference between the numbers of two successive ones.
+    """
+    bits, group_size, rounding = (
+        getattr(config, f"{level}_{name}") for name in ("bits", "group_size", "rounding")
+    )
+    if rounding == "nearest":
+        return transmit(rows, bits=bits, group_size=group_size)
+    # Receivers subtract a dither, so all senders use the key of the first one and a mask of their own.
+    dither = rounding == "dither"
+    key = call.key(stage, first if dither else first + sender * distance)
+    random = random_bits16(0, rows.numel(), key.k0, key.k1).view(rows.shape)
+    if dither:
+        random ^= key._replace(sender=sender).mask << 8
+    return transmit(rows, bits=bits, group_size=group_size, random=random, dither=dither)
+
+
+def transmit(
+    rows: Tensor,
+    *,
+    bits: Bits,
+    group_size: int,
+    random: Tensor | None = None,
+    dither: bool = False,
+    clip: float = 1.0,
+) -> Tensor:
+    """Return rows, fp32 [..., padded values], quantized and dequantized: paper equation 2.2.
+
+    Args:
+        bits: None sends fp32.
+        random: 16 random bits per value; None rounds to nearest.
+        dither: the receiver subtracts the upper half of the random bits.
+        clip: fraction of a group's largest magnitude that the largest code represents.
+    """
+    if bits is None:
+        return rows.clone()
+    form, values = format_of(bits), torch.empty_like(rows)
+    for start in range(0, rows.shape[-1], group_size):
+        group = (..., slice(start, start + group_size))
+        draws = None if random is None else random[group].contiguous()
+        codes, scale = reference.quantize_groups(
+            rows[group].contiguous(), form, draws, clip=clip, dither=dither
+        )
+        units = codes.float()
+        if draws is not None and dither:
+            units = reference.subtract_dither(codes.to(torch.int8), form, draws)
+        values[group] = units * scale.float().unsqueeze(-1)
+    return values
+
+
+def pad(rows: Tensor) -> Tensor:
+    """Return rows [..., values] in fp32, filled with zeros to a multiple of 32 values."""
+    padded = torch.zeros(*rows.shape[:-1], round_up(rows.shape[-1], BLOCK))
+    padded[..., : rows.shape[-1]] = rows
+    return padded
+
+
+def transform(rows: Tensor, hadamard: bool) -> Tensor:
+    """Return the Hadamard transform of rows [..., padded values], or the rows."""
+    return hadamard32(rows.contiguous()) if hadamard else rows
+
+
+def restore(rows: Tensor, numel: int, *, hadamard: bool, multiplier: float) -> Tensor:
+    """Return the first values of summed rows, transformed back and multiplied."""
+    factor = torch.tensor(multiplier * INVERSE_FACTOR if hadamard else multiplier)
+    return transform(rows, hadamard)[..., :numel] * factor

@@ -1,0 +1,153 @@
+"""The contract of every trainer: the same run without and with sdp4bit, its bytes, logs, resume and errors.
+
+Layer: 2 gloo processes, each representing a node. A further trainer is a driver in tests/ecosystem/trainers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.ecosystem import on_cpu
+from tests.ecosystem.on_cpu import CONFIGS, QUANTIZED, STEPS, WORLD
+from tests.ranks import run_ranks
+
+PACKAGES = {
+    "accelerate": ["accelerate", "transformers"],
+    "hf": ["transformers", "accelerate"],
+    "lightning": ["lightning"],
+    "torchtitan": ["spmd_types", "tests.ecosystem.titan_device"],
+}
+"""Packages of each trainer, by its driver."""
+
+
+class Runs(NamedTuple):
+    driver: Any
+    folder: Path
+    ranks: list[dict[str, Any]]
+
+
+def train_all(name: str, folder: Path) -> dict[str, Any]:
+    """Train in all configurations, and continue the quantized run from its checkpoint."""
+    driver = driver_of(name)
+    on_cpu.as_launched()
+    found = {config: driver.train(folder / config, CONFIGS[config]) for config in CONFIGS}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="sdp4bit")
+        found["resumed"] = driver.train(
+            folder / "resumed", QUANTIZED, driver.checkpoint(folder / "quantized")
+        )
+    if driver.WITHOUT_STATE is not None:
+        with pytest.warns(UserWarning, match=driver.WITHOUT_STATE):
+            driver.train(folder / "from plain", QUANTIZED, driver.checkpoint(folder / "plain"))
+    return found
+
+
+def refuse(name: str, folder: Path) -> str:
+    on_cpu.as_launched()
+    text: str = driver_of(name).refused(folder)
+    return text
+
+
+def driver_of(name: str) -> Any:
+    return importlib.import_module(f"tests.ecosystem.trainers.{name}")
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def driver(request: pytest.FixtureRequest, monkeypatch_module: pytest.MonkeyPatch) -> tuple[str, Any]:
+    """Return a trainer's name and driver, whose ranks share the modules that it names."""
+    for package in PACKAGES[request.param]:
+        pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")
+    found = driver_of(request.param)
+    monkeypatch_module.setattr(sys.modules[__name__], "PRELOAD", found.PRELOAD, raising=False)
+    return request.param, found
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def runs(driver: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    name, found = driver
+    folder = tmp_path_factory.mktemp(name)
+    return Runs(found, folder, run_ranks(train_all, WORLD, name, folder))
+
+
+def test_full_precision_equals_the_plain_trainer_and_quantized_is_close(runs: Runs) -> None:
+    on_cpu.assert_losses(runs.ranks)
+    for rank in runs.ranks:
+        assert rank["lossless"].get("generated") == rank["plain"].get("generated")
+
+
+def test_bytes_are_counted_and_logged(runs: Runs) -> None:
+    for rank in runs.ranks:
+        # Plain FSDP2 gathers the weights for each of the two micro-batches.
+        on_cpu.assert_bytes(rank["plain"], rank["quantized"], least=runs.driver.LEAST)
+    plain, quantized = (runs.driver.logged(runs.folder / name) for name in ("plain", "quantized"))
+    assert not any(name.startswith("sdp4bit/") for name in plain)
+    steps, sent = zip(*quantized["sdp4bit/inter_bytes"], strict=True)
+    # The first step sends the weights in full precision.
+    assert steps == tuple(range(1, STEPS + 1)) and sent[0] > sent[-1] > 0
+    assert quantized["sdp4bit/compression_ratio"][-1][1] > runs.driver.LEAST
+    assert 0 < quantized["sdp4bit/gradient_error"][-1][1] < 0.3
+
+
+def test_a_resume_repeats_the_run_bit_for_bit(runs: Runs) -> None:
+    for rank in runs.ranks:
+        losses = rank["resumed"]["losses"]
+        assert losses and losses == rank["quantized"]["losses"][-len(losses) :]
+        assert rank["resumed"]["weights"] == rank["quantized"]["weights"]
+
+
+def test_the_export_holds_the_weights_and_nothing_else(runs: Runs) -> None:
+    plain, lossless, quantized = (runs.driver.exported(runs.folder / name) for name in CONFIGS)
+    assert plain and plain.keys() == lossless.keys() == quantized.keys()
+    assert all(torch.equal(plain[name], lossless[name]) for name in plain)
+    assert any(not torch.equal(plain[name], quantized[name]) for name in plain)
+
+
+def test_without_fsdp2_the_error_names_the_way_out(driver: tuple[str, Any], tmp_path: Path) -> None:
+    name, found = driver
+    if found.refused is None:
+        pytest.skip("trains without FSDP2, too")
+    for text in run_ranks(refuse, WORLD, name, tmp_path):
+        assert "DistributedDataParallel" in text and "sdp4bit.ddp_comm_hook" in text
+        assert found.HINT in text
+
+
+# -- checkpoints of single trainers -------------------------------------------------------------------
+
+
+def continue_in_place(folder: Path) -> None:
+    """Continue a run of transformers in its own folder; the callback is not given the checkpoint."""
+    hf = driver_of("hf")
+    on_cpu.as_launched()
+    first = hf.train(folder, QUANTIZED)
+    trainer = hf.trainer_of(folder, hf.SDP4BitCallback(QUANTIZED, topology=1))
+    trainer.train(resume_from_checkpoint=str(hf.checkpoint(folder)))
+    assert on_cpu.weights_of(trainer.model) == first["weights"]
+
+
+def test_a_run_of_transformers_continues_in_its_own_folder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(continue_in_place, WORLD, tmp_path)
+
+
+def save_a_file(folder: Path) -> None:
+    on_cpu.as_launched()
+    with pytest.warns(UserWarning, match="is a single file"):
+        driver_of("lightning").train(folder, QUANTIZED, shards=False)
+
+
+def test_a_checkpoint_of_lightning_in_a_single_file_is_warned_about(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    run_ranks(save_a_file, WORLD, tmp_path)

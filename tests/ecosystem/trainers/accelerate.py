@@ -1,0 +1,114 @@
+"""A loop with Accelerate's Accelerator and `sdp4bit.trainers.accelerate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from sdp4bit.trainers.accelerate import log_values, quantize_communication
+from tests.ecosystem import on_cpu
+from tests.ecosystem.on_cpu import SAVED, STEPS
+
+PRELOAD = ["transformers.models.llama.modeling_llama", "accelerate", "torch.utils.tensorboard"]
+LEAST, HINT = 7, "fsdp_version=2"
+WITHOUT_STATE = "plain/saved/sdp4bit holds no communication state"
+
+
+def accelerator_of(folder: Path) -> Any:
+    """Return an Accelerator that shards the tiny Llama with FSDP2."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState(cpu=True)
+    on_cpu.let_accelerate_shard_on_the_cpu()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    return Accelerator(
+        fsdp_plugin=plugin,
+        mixed_precision="bf16",
+        gradient_accumulation_steps=2,
+        log_with="tensorboard",
+        project_dir=str(folder),
+    )
+
+
+def train(folder: Path, config: Any, start: Path | None = None) -> dict[str, Any]:
+    accelerator = accelerator_of(folder)
+    accelerator.init_trackers("log")
+    model = on_cpu.tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 2 * STEPS)
+    rows = [{key: torch.tensor(row[key]) for key in row} for row in on_cpu.tiny_rows(2 * 2 * 4 * STEPS)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    comm = None
+    if config is not None:
+        comm = quantize_communication(accelerator, model=model, config=config, topology=1)
+    done = 0
+    if start is not None:
+        accelerator.load_state(str(start))
+        loader, done = accelerator.skip_first_batches(loader, 2 * SAVED), SAVED
+    losses = []
+    with on_cpu.count_sent_bytes() as sent:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if accelerator.sync_gradients:
+                done += 1
+                values = {} if comm is None else log_values(comm)
+                accelerator.log({"loss": loss.item(), "norm": float(norm), **values}, step=done)
+                if done == SAVED and start is None:
+                    accelerator.save_state(str(folder / "saved"))
+    found = on_cpu.outcome(model, losses, sent, comm)
+    with torch.no_grad():
+        found["evaluated"] = model.eval()(**batch).loss.item()
+    exported = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        torch.save(exported, folder / "exported.pt")
+    for tracker in accelerator.trackers:  # end_training() would destroy the process group, too
+        tracker.finish()
+    return found
+
+
+def checkpoint(folder: Path) -> Path:
+    return folder / "saved"
+
+
+def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    return on_cpu.read_tensorboard(folder / "log")
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(folder / "exported.pt")
+    return state
+
+
+def refused(folder: Path) -> str:
+    """Attach to models that are not sharded, by FSDP1 and without sharding, too."""
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(8, 8)
+    ddp = accelerator.prepare(model)
+    fsdp1 = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    texts = []
+    for each in (ddp, fsdp1, model):
+        with pytest.raises(ValueError, match=HINT) as error:
+            quantize_communication(accelerator, model=each)
+        texts.append(str(error.value))
+    assert "FSDP1" in texts[1] and "no module of the model is sharded" in texts[2]
+    return texts[0]
