@@ -59,11 +59,15 @@ def driver_of(name: str) -> Any:
     return importlib.import_module(f"tests.ecosystem.trainers.{name}")
 
 
+def _skip_without(name: str) -> None:
+    for package in PACKAGES[name]:
+        pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")
+
+
 @pytest.fixture(scope="module", params=PACKAGES)
 def driver(request: pytest.FixtureRequest, monkeypatch_module: pytest.MonkeyPatch) -> tuple[str, Any]:
     """Return a trainer's name and driver, whose ranks share the modules that it names."""
-    for package in PACKAGES[request.param]:
-        pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")
+    _skip_without(request.param)
     found = driver_of(request.param)
     monkeypatch_module.setattr(sys.modules[__name__], "PRELOAD", found.PRELOAD, raising=False)
     return request.param, found
@@ -138,7 +142,7 @@ def continue_in_place(folder: Path) -> None:
 
 
 def test_a_run_of_transformers_continues_in_its_own_folder(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    _skip_without("hf")
     run_ranks(continue_in_place, WORLD, tmp_path)
 
 
@@ -149,5 +153,5 @@ def save_a_file(folder: Path) -> None:
 
 
 def test_a_checkpoint_of_lightning_in_a_single_file_is_warned_about(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
+    _skip_without("lightning")
     run_ranks(save_a_file, WORLD, tmp_path)

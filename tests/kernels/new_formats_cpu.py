@@ -1,4 +1,4 @@
-"""What the numba kernels need for the formats of tests/quantization/new_formats.py."""
+"""The entries of the numba kernels for the formats of tests/quantization/new_formats.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels need for the formats of tests/quantization/new_formats.py."""
+"""The entries of the Triton kernels for the formats of tests/quantization/new_formats.py."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from sdp4bit.quantization.formats import FORMATS, InOrder
 from sdp4bit.quantization.layout import MessageLayout
 from tests.collectives.test_properties import check_gradients, check_weights
 from tests.kernels.byte_tests import compare
-from tests.quantization import oracle
+from tests.oracles import integers as oracle
 from tests.quantization.new_formats import NEW_FORMATS
 
 
