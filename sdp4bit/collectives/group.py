@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.collectives.sections import Range, common_ranges
+from sdp4bit.collectives.sections import Range, common_ranges, pieces_of
 from sdp4bit.collectives.topology import NodeLayout
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig
@@ -179,7 +179,7 @@ class Group:
         ranges = ranges if values is None else common_ranges(ranges, values)
         if not ranges:
             return None
-        return self.group.sample_main(ranges), torch.cat([replica.own_shard[a:b] for a, b in ranges])
+        return self.group.sample_main(ranges), torch.cat(pieces_of(replica.own_shard, ranges))
 
 
 def reduction_multiplier(op: object, process_group: ProcessGroup, *, name: str, engine: str) -> float:

@@ -45,6 +45,18 @@ def common_ranges(first: Sequence[Range], second: Sequence[Range]) -> list[Range
     return [(start, end) for start, end in pairs if start < end]
 
 
+def pieces_of(values: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
+    """Return views of these ascending ranges of values [n], with a single torch call."""
+    if list(ranges) == [(0, values.shape[0])]:
+        return [values]
+    lengths: list[int] = []
+    at = 0
+    for start, end in ranges:
+        lengths += (start - at, end - start)
+        at = end
+    return list(values.split([*lengths, values.shape[0] - at])[1::2])
+
+
 def other_ranges(ranges: Sequence[Range], numel: int) -> list[Range]:
     """Return the ranges of a row [numel] that are not in these ascending ranges."""
     starts, ends = [0, *(end for _, end in ranges)], [*(start for start, _ in ranges), numel]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.group import Group
-from sdp4bit.collectives.sections import Range
+from sdp4bit.collectives.sections import Range, pieces_of
 from sdp4bit.config import TelemetryConfig
 
 _PIECES = 8
@@ -65,18 +65,6 @@ def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
 def sample_of(values: Tensor, ranges: Sequence[Range]) -> Tensor:
     """Return a concatenated copy of these ascending ranges of values [n]."""
     return torch.cat(pieces_of(values, ranges))
-
-
-def pieces_of(values: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
-    """Return views of these ascending ranges of values [n], with a single torch call."""
-    if list(ranges) == [(0, values.shape[0])]:
-        return [values]
-    lengths: list[int] = []
-    at = 0
-    for start, end in ranges:
-        lengths += (start - at, end - start)
-        at = end
-    return list(values.split([*lengths, values.shape[0] - at])[1::2])
 
 
 def sample_gradient(group: Group, gradient: Tensor, *, sample_numel: int | None) -> Tensor | None:

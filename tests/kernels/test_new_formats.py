@@ -18,7 +18,7 @@ from sdp4bit.observe.explain import describe_weights
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.formats import FORMATS, InOrder
 from sdp4bit.quantization.layout import MessageLayout
-from tests.collectives.test_properties import check_gradients, check_weights
+from tests.collectives.test_properties import Row, check_gradients, check_weights
 from tests.kernels.byte_tests import compare
 from tests.oracles import integers as oracle
 from tests.quantization.new_formats import NEW_FORMATS
@@ -111,7 +111,7 @@ def test_a_back_end_without_it_leaves_it_to_the_reference(added: InOrder) -> Non
 
 def test_four_ranks_reduce_and_refresh_with_it(added: InOrder) -> None:
     """On the reference: the sums and replicas are those defined, and the bytes those of the planner."""
-    case = (2, 2), [33, 300], torch.float32, 3
+    case = (2, 2), [Row((33,), is_cut=False), Row((300,), is_cut=False)], torch.float32, 3
     gradients = GradientConfig(intra_bits=added.name, inter_bits=added.name, min_numel=0, pipeline_chunks=2)
     check_gradients(case, gradients, 1 / 4)
     check_weights(case, WeightConfig(bits=added.name, group_size=64))

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.sections import Range, Section, common_ranges
+from sdp4bit.collectives.sections import Range, Section, common_ranges, pieces_of
 from sdp4bit.engines.fsdp2.row import Row, Segment
 from sdp4bit.engines.fsdp2.subclasses import extends_gather, plain_values, subclass_gather
 from sdp4bit.engines.fsdp2.torch_internals import (
@@ -34,7 +34,6 @@ from sdp4bit.engines.fsdp2.torch_internals import (
     param_groups_of_state,
     reduced_in,
 )
-from sdp4bit.observe.measures import pieces_of
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module", "_orig_mod")
 _ATTACHED = "_sdp4bit_is_attached"  # an attribute of FSDP2's parameter groups
