@@ -21,6 +21,7 @@ from sdp4bit.quantization.layout import MessageLayout
 from tests.collectives.test_properties import Row, check_gradients, check_weights
 from tests.kernels.byte_tests import compare
 from tests.oracles import integers as oracle
+from tests.oracles.traffic import NAMED_BITS
 from tests.quantization.new_formats import NEW_FORMATS
 
 
@@ -109,8 +110,10 @@ def test_a_back_end_without_it_leaves_it_to_the_reference(added: InOrder) -> Non
     assert chosen == quantized("auto") == quantized("reference") != [0] * layout.nbytes
 
 
-def test_four_ranks_reduce_and_refresh_with_it(added: InOrder) -> None:
+def test_four_ranks_reduce_and_refresh_with_it(added: InOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the reference: the sums and replicas are those defined, and the bytes those of the planner."""
+    monkeypatch.setitem(oracle.QMAX, added.name, added.largest)
+    monkeypatch.setitem(NAMED_BITS, added.name, added.bits)
     case = (2, 2), [Row((33,), is_cut=False), Row((300,), is_cut=False)], torch.float32, 3
     gradients = GradientConfig(intra_bits=added.name, inter_bits=added.name, min_numel=0, pipeline_chunks=2)
     check_gradients(case, gradients, 1 / 4)

@@ -33,13 +33,17 @@ def row_sections(numel: int) -> list[Section]:
     return [Section(ranges=((0, numel),))] if numel else []
 
 
+NAMED_BITS: dict[str, float] = {}
+"""Bits per value of formats that a test adds."""
+
+
 def message_bytes(
-    parts: Sequence[tuple[Section, int]], *, bits: float | None, group_size: int, rows: int = 1
+    parts: Sequence[tuple[Section, int]], *, bits: float | str | None, group_size: int, rows: int = 1
 ) -> tuple[int, float]:
     """Return the bytes of a message of rows with these values per section, and the padding among them."""
     total, padding = 0, 0.0
     for section, numel in parts:
-        width, size = (32.0, 0) if bits is None else (float(bits), group_size)
+        width, size = (32.0, 0) if bits is None else (NAMED_BITS.get(bits, bits), group_size)
         if section.is_fine and bits is not None:
             width, size = max(8.0, width), 32
         padded = -(-numel // 32) * 32
