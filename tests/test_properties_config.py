@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from sdp4bit.collectives.topology import NodeLayout, arrange, node_labels
+from sdp4bit.collectives.topology import Nodes, arrange, node_labels
 from sdp4bit.config import (
     LEAST_CLIP,
     QUANTIZED_BITS,
@@ -190,7 +190,7 @@ def check_any_ranks(case: tuple[list[int], list[int]]) -> None:
     per_node = len(ranks) // max(1, len(nodes))
     expected = [node for node in nodes for _ in range(per_node)]
     if ranks and ranks == sorted(ranks) and members == expected:
-        layout = NodeLayout(ranks=tuple(ranks), nodes=len(nodes), ranks_per_node=per_node)
+        layout = Nodes(ranks=tuple(ranks), nodes=len(nodes), ranks_per_node=per_node)
         assert arrange(ranks, labels) == layout
         return
     with pytest.raises(ValueError, match="of this data-parallel group are") as error:

@@ -15,7 +15,7 @@ from sdp4bit.collectives.pipeline import group_unit, pipelined, run
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart, count_nonfinite
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
-from sdp4bit.collectives.topology import NodeLayout, Topology
+from sdp4bit.collectives.topology import Nodes, Topology
 from sdp4bit.config import GradientConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
@@ -53,7 +53,7 @@ class PieceQuantizer:
     """
 
     def __init__(
-        self, layout: NodeLayout, *, config: GradientConfig, seed: int, ranks: range, bucket: int
+        self, layout: Nodes, *, config: GradientConfig, seed: int, ranks: range, bucket: int
     ) -> None:
         """Create a quantizer; see QuantizedAllReduce for `ranks` and `bucket`."""
         self.count = piece_count(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)

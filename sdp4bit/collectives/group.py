@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.sections import Range, common_ranges, pieces_of
-from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.collectives.topology import Nodes
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization.formats import Bits
@@ -74,9 +74,7 @@ class Group:
     Without a replica or a reduction the engine's own collective runs, for the reason given.
     """
 
-    def __init__(
-        self, group: Rows, *, index: int, layout: NodeLayout, replicas: NodeLayout | None = None
-    ) -> None:
+    def __init__(self, group: Rows, *, index: int, layout: Nodes, replicas: Nodes | None = None) -> None:
         """Create a group without quantizers.
 
         Args:

@@ -24,7 +24,7 @@ TopologySpec = str | int | DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeLayout:
+class Nodes:
     """A data-parallel group as nodes x ranks_per_node: group rank = node * ranks_per_node + local rank."""
 
     ranks: tuple[int, ...]  # global ranks in group order
@@ -99,7 +99,7 @@ def node_labels(
     return list(rows)
 
 
-def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> NodeLayout:
+def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> Nodes:
     """Return the layout of a group from the node label of every global rank.
 
     Raises:
@@ -122,14 +122,14 @@ def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> NodeLayout:
             "Start the same number of ranks on every node and number them node by node, or pass topology=1 "
             f"to use one level.\n  group  global rank  node\n{table}"
         )
-    return NodeLayout(ranks=tuple(ranks), nodes=len(order), ranks_per_node=counts[0])
+    return Nodes(ranks=tuple(ranks), nodes=len(order), ranks_per_node=counts[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """This rank's place in a node layout and its two process groups."""
 
-    layout: NodeLayout
+    layout: Nodes
     node: int
     local_rank: int
     intra: ProcessGroup | None  # ranks of this node in order; None for a single rank
@@ -173,7 +173,7 @@ def create_topology(spec: str | int = "auto") -> Topology:
 
 
 def create_topologies(
-    layouts: Sequence[NodeLayout], *, purpose: str = "communication"
+    layouts: Sequence[Nodes], *, purpose: str = "communication"
 ) -> dict[tuple[int, ...], Topology]:
     """Create both process groups of every layout; return the topologies that include this rank, by ranks.
 
@@ -197,7 +197,7 @@ def create_topologies(
     return topologies
 
 
-def create_host_groups(layouts: Sequence[NodeLayout], *, purpose: str) -> dict[tuple[int, ...], ProcessGroup]:
+def create_host_groups(layouts: Sequence[Nodes], *, purpose: str) -> dict[tuple[int, ...], ProcessGroup]:
     """Create a gloo process group over the ranks of each layout; return this rank's groups by ranks.
 
     Collective over the job, like :func:`create_topologies`.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
-from sdp4bit.collectives.topology import NodeLayout, TopologySpec, arrange, host_name, mesh_row, node_labels
+from sdp4bit.collectives.topology import Nodes, TopologySpec, arrange, host_name, mesh_row, node_labels
 from sdp4bit.config import VERSION
 
 Sent = TypeVar("Sent")
@@ -50,8 +50,8 @@ class ShardedRows:
 class Layouts:
     """Node layouts by ranks; the same, in the same order, on all ranks of the job."""
 
-    shards: dict[tuple[int, ...], NodeLayout]  # layouts of ranks that parameter groups are sharded over
-    replicas: dict[tuple[int, ...], NodeLayout]  # layouts of ranks that hold the same shards (HSDP)
+    shards: dict[tuple[int, ...], Nodes]  # layouts of ranks that parameter groups are sharded over
+    replicas: dict[tuple[int, ...], Nodes]  # layouts of ranks that hold the same shards (HSDP)
 
 
 class Summary(TypedDict):

@@ -13,7 +13,7 @@ from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import (
-    NodeLayout,
+    Nodes,
     Topology,
     create_host_groups,
     create_topologies,
@@ -81,7 +81,7 @@ def build(groups: Sequence[Group], *, layouts: Layouts, config: SDP4BitConfig, u
 
 
 def _topologies(
-    layouts: Sequence[NodeLayout], *, purpose: str, undo: ExitStack
+    layouts: Sequence[Nodes], *, purpose: str, undo: ExitStack
 ) -> Mapping[tuple[int, ...], Topology]:
     topologies = create_topologies(layouts, purpose=purpose)
     for topology in topologies.values():
@@ -90,7 +90,7 @@ def _topologies(
 
 
 def host_groups(
-    layouts: Sequence[NodeLayout], *, purpose: str, undo: ExitStack
+    layouts: Sequence[Nodes], *, purpose: str, undo: ExitStack
 ) -> dict[tuple[int, ...], ProcessGroup]:
     """Return process groups for tensors on the CPU, by ranks; none if the job's own takes them.
 

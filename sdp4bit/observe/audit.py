@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from sdp4bit.collectives.errors import ranks_in_words
 from sdp4bit.collectives.exchange import all_gather_dense
 from sdp4bit.collectives.group import Group
-from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import AuditConfig
 from sdp4bit.quantization.checksum import checksum
 from sdp4bit.traffic import TrafficCounter
@@ -29,7 +29,7 @@ class ReplicaCopy:
 
     name: str
     rows: Tensor
-    layout: NodeLayout
+    layout: Nodes
     process_group: ProcessGroup  # the ranks of the layout
     is_full: bool  # whether all ranks have equal copies, or only those with the same local rank
     traffic: TrafficCounter

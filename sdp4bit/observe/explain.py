@@ -10,7 +10,7 @@ from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.pieces import is_long_enough
 from sdp4bit.collectives.pipeline import pipeline_chunks
 from sdp4bit.collectives.sections import FINE_BITS, fine_bits
-from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.quantization.formats import Bits, format_of
 from sdp4bit.traffic import Traffic
@@ -149,7 +149,7 @@ def wrapped(text: str, *, first: str = "", others: str = "") -> str:
     )
 
 
-def describe_ranks(layout: NodeLayout) -> str:
+def describe_ranks(layout: Nodes) -> str:
     """Return nodes x ranks per node as text."""
     return f"{layout.nodes} x {layout.ranks_per_node}"
 
@@ -162,7 +162,7 @@ def describe_weights(config: WeightConfig, *, where: str) -> str:
     return f"{format_of(config.bits).name}/{config.group_size}{clip} {config.mode}, {where}"
 
 
-def describe_gradients(config: GradientConfig, layout: NodeLayout, shard_numel: int) -> str:
+def describe_gradients(config: GradientConfig, layout: Nodes, shard_numel: int) -> str:
     """Return a description of the reduction of quantized gradients."""
     if shard_numel < config.min_numel:
         return f"row below min_numel={config.min_numel}"
@@ -175,14 +175,14 @@ def describe_gradients(config: GradientConfig, layout: NodeLayout, shard_numel: 
     return ", ".join([*_hops(config, layout), *options])
 
 
-def describe_all_reduce(config: GradientConfig, layout: NodeLayout, numel: int) -> str:
+def describe_all_reduce(config: GradientConfig, layout: Nodes, numel: int) -> str:
     """Return a description of the all-reduce of this many gradient values between replicas."""
     if not is_long_enough(numel, ranks=layout.size, config=config):
         return f"all-reduce: part below min_numel={config.min_numel}"
     return "all-reduce " + " and ".join(_hops(config, layout))
 
 
-def _hops(config: GradientConfig, layout: NodeLayout) -> list[str]:
+def _hops(config: GradientConfig, layout: Nodes) -> list[str]:
     hops = []
     if layout.ranks_per_node > 1:
         hops.append("intra " + _hop(config.intra_bits, config.intra_group_size))

@@ -16,13 +16,13 @@ from sdp4bit.collectives.pipeline import Steps, advance
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
-from sdp4bit.collectives.topology import NodeLayout, Topology, arrange
+from sdp4bit.collectives.topology import Nodes, Topology, arrange
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Level, TrafficCounter
 
 
-def simulated_layout(ranks: int, *, ranks_per_node: int) -> NodeLayout:
+def simulated_layout(ranks: int, *, ranks_per_node: int) -> Nodes:
     """Return the layout of ranks 0 .. ranks - 1, node by node; ValueError if they do not fill the nodes."""
     return arrange(range(ranks), [rank // ranks_per_node for rank in range(ranks)])
 
@@ -64,7 +64,7 @@ class SimulatedReduceScatter:
 
     def __init__(
         self,
-        layout: NodeLayout,
+        layout: Nodes,
         *,
         config: GradientConfig,
         seed: int,
@@ -150,7 +150,7 @@ class SimulatedAllReduce:
     """Sum the tensors of simulated ranks like QuantizedAllReduce does between processes, bit for bit."""
 
     def __init__(
-        self, layout: NodeLayout, *, config: GradientConfig, seed: int, bucket: int, scratch: Scratch
+        self, layout: Nodes, *, config: GradientConfig, seed: int, bucket: int, scratch: Scratch
     ) -> None:
         """Prepare without allocating; buckets may share the scratch memory."""
         self._layout = layout
@@ -227,7 +227,7 @@ class SimulatedReplica(WeightReplica):
     """Weight replica that is identical on all simulated ranks and stored once, by the caller."""
 
     def __init__(
-        self, layout: NodeLayout, *, config: WeightConfig, traffic: TrafficCounter, scratch: Scratch
+        self, layout: Nodes, *, config: WeightConfig, traffic: TrafficCounter, scratch: Scratch
     ) -> None:
         """Prepare without allocating; `traffic` counts one rank's bytes, which are equal for all."""
         topology = Topology(layout=layout, node=0, local_rank=0, intra=None, inter=None)

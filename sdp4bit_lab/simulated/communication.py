@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, whole_row
-from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.edits import change_squares, is_large_change
 from sdp4bit.engines.handle import CommHandle, StateDict
@@ -69,7 +69,7 @@ class SimulatedGroupState(Group):
         group: SimulatedGroup,
         *,
         index: int,
-        layout: NodeLayout,
+        layout: Nodes,
         held: Mapping[str, Tensor],
         stays_gathered: bool,
     ) -> None:
@@ -142,7 +142,7 @@ class SimulatedCommHandle(CommHandle):
         compute: nn.Module,
         *,
         groups: Iterable[tuple[str, Sequence[str]]],
-        layout: NodeLayout,
+        layout: Nodes,
         config: SDP4BitConfig,
         reshard: bool,
     ) -> None:

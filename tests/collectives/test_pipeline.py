@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from sdp4bit.collectives.pipeline import MOST_SLICES, pipeline_chunks, slice_places
-from sdp4bit.collectives.topology import NodeLayout, arrange
+from sdp4bit.collectives.topology import Nodes, arrange
 from sdp4bit.config import GradientConfig
 from sdp4bit.observe.explain import describe_gradients
 
@@ -72,7 +72,7 @@ def test_slices_hold_several_sections_and_cut_them_between_groups() -> None:
 def test_the_table_tells_what_was_chosen() -> None:
     layout, one_level = arrange(range(32), [rank // 8 for rank in range(32)]), arrange((0, 1), (0, 0))
 
-    def told(numel: int, chunks: int | None, where: NodeLayout = layout) -> str:
+    def told(numel: int, chunks: int | None, where: Nodes = layout) -> str:
         return describe_gradients(GradientConfig(pipeline_chunks=chunks), where, numel).rpartition(", ")[2]
 
     assert told(2000, None) == "Hadamard"

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import sdp4bit
 from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows, start_all_to_all
 from sdp4bit.collectives.topology import (
-    NodeLayout,
+    Nodes,
     arrange,
     create_topologies,
     destroy_topology,
@@ -39,7 +39,7 @@ def open_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def grid(nodes: int, per_node: int) -> NodeLayout:
+def grid(nodes: int, per_node: int) -> Nodes:
     world = nodes * per_node
     return arrange(range(world), [rank // per_node for rank in range(world)])
 
@@ -144,7 +144,7 @@ ROWS = [(0, 1), (0, 1), (2, 3), (2, 3)]
 @pytest.mark.parametrize("spec", ["auto", 2, ROWS])
 def test_every_spec_of_the_same_nodes_gives_the_same_layout(spec: Any) -> None:
     layout = arrange(range(4), node_labels(spec, hosts=HOSTS))
-    assert layout == NodeLayout(ranks=(0, 1, 2, 3), nodes=2, ranks_per_node=2)
+    assert layout == Nodes(ranks=(0, 1, 2, 3), nodes=2, ranks_per_node=2)
 
 
 def test_each_data_parallel_group_may_have_its_own_mesh() -> None:
@@ -205,7 +205,7 @@ def test_ranks_that_do_not_fill_nodes_in_order_are_an_error_with_the_table(
 # -- process groups -----------------------------------------------------------------------------------
 
 
-def membership(cases: list[list[NodeLayout]]) -> list[list[list[int] | None]]:
+def membership(cases: list[list[Nodes]]) -> list[list[list[int] | None]]:
     """Create, use and destroy the groups of each case; return who this rank's are: intra, inter."""
     found = []
     for layouts in cases:
@@ -230,8 +230,8 @@ def membership(cases: list[list[NodeLayout]]) -> list[list[list[int] | None]]:
 
 def test_each_rank_joins_two_groups_or_one_if_a_level_is_single() -> None:
     # Data-parallel groups beside each other, as under tensor parallelism: on two nodes, then on one.
-    spread = [NodeLayout(ranks=r, nodes=2, ranks_per_node=1) for r in ((0, 2), (1, 3))]
-    packed = [NodeLayout(ranks=r, nodes=1, ranks_per_node=2) for r in ((0, 2), (1, 3))]
+    spread = [Nodes(ranks=r, nodes=2, ranks_per_node=1) for r in ((0, 2), (1, 3))]
+    packed = [Nodes(ranks=r, nodes=1, ranks_per_node=2) for r in ((0, 2), (1, 3))]
     results = run_ranks(membership, 4, [[grid(2, 2)], spread, packed], timeout=30)
     for rank, result in enumerate(results):
         node, local = divmod(rank, 2)
@@ -296,10 +296,10 @@ def test_exchanges_equal_their_definition_between_processes_and_threads() -> Non
 ENDING = """
 import sys, threading, time
 import torch.distributed as dist
-from sdp4bit.collectives.topology import NodeLayout, create_host_groups
+from sdp4bit.collectives.topology import Nodes, create_host_groups
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-groups = create_host_groups([NodeLayout(ranks=(0,), nodes=1, ranks_per_node=1)], purpose="test")
+groups = create_host_groups([Nodes(ranks=(0,), nodes=1, ranks_per_node=1)], purpose="test")
 
 def free_tensors():
     threading.main_thread().join()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.group import Group, Remarks
-from sdp4bit.collectives.topology import NodeLayout
+from sdp4bit.collectives.topology import Nodes
 from sdp4bit.engines.edits import change_squares
 from sdp4bit.engines.fsdp2.freshness import Event, Freshness, State, next_refresh
 from sdp4bit.engines.fsdp2.view import FSDPGroup
@@ -20,9 +20,7 @@ class FSDPGroupState(Group):
 
     group: FSDPGroup
 
-    def __init__(
-        self, group: FSDPGroup, *, index: int, layout: NodeLayout, replicas: NodeLayout | None
-    ) -> None:
+    def __init__(self, group: FSDPGroup, *, index: int, layout: Nodes, replicas: Nodes | None) -> None:
         super().__init__(group, index=index, layout=layout, replicas=replicas)
         self.data_rank, self.data_ranks_of_replicas = group.data_rank, group.data_ranks_of_replicas
         self.fresh = Freshness(group, nodes=layout.nodes)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from sdp4bit.collectives.topology import NodeLayout, TopologySpec
+from sdp4bit.collectives.topology import Nodes, TopologySpec
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
@@ -142,7 +142,7 @@ def _check_bucket(bucket: MegatronBucket) -> None:
 
 
 def _warn(
-    chunks: Sequence[Chunk], buckets: Sequence[MegatronBucket], layouts: dict[tuple[int, ...], NodeLayout]
+    chunks: Sequence[Chunk], buckets: Sequence[MegatronBucket], layouts: dict[tuple[int, ...], Nodes]
 ) -> None:
     one_queue = any(has_one_queue(bucket.device) for bucket in buckets)
     if one_queue and tensor_parallel_group(chunks[0]) is None:
