@@ -47,7 +47,7 @@ class ShardedRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layouts:
+class AgreedNodes:
     """Node layouts by ranks; the same, in the same order, on all ranks of the job."""
 
     shards: dict[tuple[int, ...], Nodes]  # layouts of ranks that parameter groups are sharded over
@@ -85,9 +85,9 @@ def agree(
     topology: TopologySpec,
     unmatched: Sequence[str] = (),
     failure: Exception | None,
-    check: Callable[[Layouts], None] | None = None,
+    check: Callable[[AgreedNodes], None] | None = None,
     call: str = "quantize_communication",
-) -> Layouts:
+) -> AgreedNodes:
     """Return the node layout of every data-parallel group; collective over the job.
 
     The ranks gather summaries. They gather the full proposals only to report a mismatch, and the results of
@@ -236,7 +236,7 @@ def _by_value(texts: Mapping[int, Texts], name: str, separator: str) -> str:
     return separator.join(f"{value} [{ranks_in_words(ranks)}]" for value, ranks in ranks_of.items())
 
 
-def _arrange_all(summaries: Sequence[Summary]) -> Layouts:
+def _arrange_all(summaries: Sequence[Summary]) -> AgreedNodes:
     first = summaries[0]["topology"]
     labels = node_labels(
         first
@@ -249,7 +249,7 @@ def _arrange_all(summaries: Sequence[Summary]) -> Layouts:
         wanted: {ranks: arrange(ranks, labels) for ranks, kind in sorted(distinct) if kind == wanted}
         for wanted in ("shards", "replicas")
     }
-    return Layouts(shards=layouts["shards"], replicas=layouts["replicas"])
+    return AgreedNodes(shards=layouts["shards"], replicas=layouts["replicas"])
 
 
 def _warn_of_hosts(summaries: Sequence[Summary]) -> None:

@@ -20,11 +20,11 @@ from sdp4bit.collectives.topology import (
     destroy_topology,
 )
 from sdp4bit.config import SDP4BitConfig
-from sdp4bit.engines.agreement import Layouts
+from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.observe.explain import ONE_RANK
 
 
-def build(groups: Sequence[Group], *, layouts: Layouts, config: SDP4BitConfig, undo: ExitStack) -> None:
+def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfig, undo: ExitStack) -> None:
     """Create the collectives of groups without a reason for full precision; collective over the job.
 
     Args:

@@ -21,7 +21,7 @@ from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
-from sdp4bit.engines.agreement import Layouts, ShardedRows, agree
+from sdp4bit.engines.agreement import AgreedNodes, ShardedRows, agree
 from sdp4bit.engines.attach import build, host_groups
 from sdp4bit.engines.fsdp2.checks import (
     PARTIAL_GRADIENTS,
@@ -222,7 +222,7 @@ class FSDPCommHandle(CommHandle):
         roots: Sequence[nn.Module],
         *,
         groups: Sequence[FSDPGroup],
-        layouts: Layouts,
+        layouts: AgreedNodes,
         config: SDP4BitConfig,
         skipped: dict[str, str],
         note: str,

@@ -11,7 +11,7 @@ from torch import nn
 
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
-from sdp4bit.engines.agreement import Layouts
+from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.fsdp2.view import FSDPGroup, named_fsdp_modules
 from sdp4bit.observe.explain import OFF, ONE_RANK, one_node_note, one_node_reason
 from sdp4bit.quantization.checks import VALUE_DTYPES
@@ -136,7 +136,7 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
 
 
 def check_staging(
-    groups: Sequence[FSDPGroup], layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+    groups: Sequence[FSDPGroup], layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
 ) -> None:
     """Raise ValueError if special memory was requested for a collective that quantization replaces."""
     collectives = {"weights": "all-gather of its weights", "gradients": "reduce-scatter of its gradients"}
@@ -167,7 +167,7 @@ def unquantizable_weights_reason(group: FSDPGroup) -> str:
 
 
 def unquantized_reasons(
-    group: FSDPGroup, layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+    group: FSDPGroup, layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
 ) -> tuple[str, str]:
     """Return why a group's weights and its gradients are not quantized; "" if they are.
 
@@ -188,7 +188,7 @@ def unquantized_reasons(
     return weights, gradients
 
 
-def _nodes_of(group: FSDPGroup, layouts: Layouts) -> int:
+def _nodes_of(group: FSDPGroup, layouts: AgreedNodes) -> int:
     """Return 1 if all ranks that share the group's parameters are on one node, else more."""
     if not group.is_hybrid:
         return layouts.shards[group.ranks].nodes
@@ -199,7 +199,7 @@ def _nodes_of(group: FSDPGroup, layouts: Layouts) -> int:
 
 
 def warn_of_layout(
-    groups: Sequence[FSDPGroup], layouts: Layouts, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+    groups: Sequence[FSDPGroup], layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
 ) -> str:
     """Warn about groups that are not quantized and settings that harm; return the note for `explain()`."""
     reasons = [unquantized_reasons(group, layouts, config=config, skipped=skipped) for group in groups]

@@ -14,7 +14,7 @@ from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.work import SideStream, has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig
-from sdp4bit.engines.agreement import Layouts
+from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.megatron.buckets import (
@@ -131,7 +131,7 @@ class MegatronCommHandle(CommHandle):
         *,
         optimizers: Sequence[Optimizer],
         buckets: Sequence[MegatronBucket],
-        layouts: Layouts,
+        layouts: AgreedNodes,
         config: SDP4BitConfig,
         topology: TopologySpec,
     ) -> None:

@@ -138,6 +138,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ROUNDING = 2 * GLOBAL_MICRO_BATCH * LENGTH * 2.0**-24
 """Relative error of summing the losses of the 256 tokens of a step in fp32, in the worst order: 1.5e-5.
 
-The terms are positive, so the error is at most n * 2^-24 of the sum. Layouts differ by the order of sums:
+The terms are positive, so the error is at most n * 2^-24 of the sum. AgreedNodes differ by the order of sums:
 this one, and those of logits and gradients, which are not longer.
 """
