@@ -11,6 +11,21 @@ from sdp4bit.quantization.layout import JointLayout
 Level = Literal["intra", "inter"]  # inside a node or between nodes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Ranks that communicate: nodes x ranks_per_node."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+ALONE = Grid(nodes=1, ranks_per_node=1)
+
+
 @dataclass
 class Traffic:
     """Bytes that one rank sent, by level.
@@ -61,11 +76,10 @@ def format_bytes(count: float) -> str:
 
 
 class TrafficCounter:
-    """Counts the bytes that one rank of nodes x ranks_per_node sends, in total and per optimizer step."""
+    """Counts the bytes that one rank of a grid sends, in total and per optimizer step."""
 
-    def __init__(self, *, nodes: int, ranks_per_node: int) -> None:
-        self._nodes = nodes
-        self._ranks_per_node = ranks_per_node
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
         self._total = Traffic()
         self.current_step = Traffic()  # traffic since the last optimizer step
         self.last_step = Traffic()  # traffic between the last two optimizer steps
@@ -110,9 +124,10 @@ class TrafficCounter:
         self.current_step.collectives += 1
 
     def _ring(self, row_bytes: float, members: Sequence[int] | None) -> tuple[float, float]:
-        size, between = self._nodes * self._ranks_per_node, self._nodes if self._nodes > 1 else 0
+        grid = self._grid
+        size, between = grid.size, grid.nodes if grid.nodes > 1 else 0
         if members is not None:
-            nodes = [rank // self._ranks_per_node for rank in members]
+            nodes = [rank // grid.ranks_per_node for rank in members]
             size, between = len(nodes), sum(a != b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True))
         sent = row_bytes * (size - 1)
         return sent * (size - between) / size, sent * between / size

@@ -56,7 +56,7 @@ class PieceQuantizer:
         self, layout: Nodes, *, config: GradientConfig, seed: int, ranks: range, bucket: int
     ) -> None:
         """Create a quantizer; see QuantizedAllReduce for `ranks` and `bucket`."""
-        self.count = piece_count(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
+        self.count = piece_count(layout)
         """Number of pieces; the rank of row r in the group has piece r % count."""
         self._ranks = ranks
         self._seed = seed
@@ -219,8 +219,7 @@ class QuantizedAllReduce:
     @property
     def group_unit(self) -> int:
         """The least common multiple of the group sizes of all hops."""
-        topology = self._topology
-        return group_unit(self.config, nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
+        return group_unit(self.config, grid=self._topology.layout)
 
     def takes(self, numel: int) -> bool:
         """Return whether this many values are quantized; otherwise the caller uses a plain all-reduce."""

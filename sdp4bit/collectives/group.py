@@ -22,7 +22,7 @@ from sdp4bit.collectives.topology import Nodes
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization.formats import Bits
-from sdp4bit.traffic import TrafficCounter
+from sdp4bit.traffic import ALONE, TrafficCounter
 
 GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce  # a collective that quantizes gradients
 
@@ -90,11 +90,8 @@ class Group:
         self.data_ranks_of_replicas = range(0)
         self.layout = layout
         self.replica_layout = replicas
-        nodes, ranks = layout.nodes, layout.ranks_per_node
-        self.weight_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
-        self.gradient_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
-        nodes, ranks = (1, 1) if replicas is None else (replicas.nodes, replicas.ranks_per_node)
-        self.all_reduce_traffic = TrafficCounter(nodes=nodes, ranks_per_node=ranks)
+        self.weight_traffic, self.gradient_traffic = TrafficCounter(layout), TrafficCounter(layout)
+        self.all_reduce_traffic = TrafficCounter(replicas or ALONE)
         self.separate_parameters = False
         """Whether rows are cut into sections of complete parameters, see `SDP4BitConfig`."""
         self.make_replica: Callable[..., WeightReplica] = WeightReplica  # engines bind more arguments

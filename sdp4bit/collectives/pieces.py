@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization.formats import BLOCK
+from sdp4bit.traffic import Grid
 
 
-def piece_count(*, nodes: int, ranks_per_node: int) -> int:
+def piece_count(grid: Grid) -> int:
     """Return the number of pieces of a tensor.
 
     Each rank sums one piece, quantizes the sum and sends it to the others. With two nodes both have the same
     pieces, one per local rank, and exchange the sums of their node. This takes the same bytes and rounds
     gradients to few bits once instead of twice. With N nodes it would take N / 2 times the bytes.
     """
-    return ranks_per_node if nodes == 2 else nodes * ranks_per_node
+    return grid.ranks_per_node if grid.nodes == 2 else grid.size
 
 
 def piece_places(numel: int, *, pieces: int, unit: int = BLOCK) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization.formats import BLOCK, format_of
 from sdp4bit.quantization.layout import bytes_per_value, round_up
+from sdp4bit.traffic import Grid
 
 Steps = Iterator[None]
 """A collective that pauses while a transfer is in flight."""
@@ -51,7 +52,7 @@ def pipelined(slices: Sequence[Steps]) -> Steps:
         yield
 
 
-def pipeline_chunks(numel: int, *, config: GradientConfig, nodes: int, ranks_per_node: int) -> int:
+def pipeline_chunks(numel: int, *, config: GradientConfig, grid: Grid) -> int:
     """Return the number of slices of a row, the same on every rank; 1 if there is only one level.
 
     With c slices, 1 / c of the shorter level's time T is not hidden, and the slices cost c * SLICE_SECONDS.
@@ -59,6 +60,7 @@ def pipeline_chunks(numel: int, *, config: GradientConfig, nodes: int, ranks_per
     """
     if config.pipeline_chunks is not None:
         return config.pipeline_chunks
+    nodes, ranks_per_node = grid.nodes, grid.ranks_per_node
     if nodes == 1 or ranks_per_node == 1:
         return 1
     intra = bytes_per_value(format_of(config.intra_bits), group_size=config.intra_group_size)
@@ -69,7 +71,7 @@ def pipeline_chunks(numel: int, *, config: GradientConfig, nodes: int, ranks_per
 
 
 def slice_places(
-    lengths: Sequence[int], *, config: GradientConfig, nodes: int, ranks_per_node: int
+    lengths: Sequence[int], *, config: GradientConfig, grid: Grid
 ) -> list[list[tuple[int, slice]]]:
     """Cut the sections of a row into slices without dividing a quantization group.
 
@@ -80,8 +82,8 @@ def slice_places(
         For each slice its sections by number and the range in each.
     """
     total = sum(lengths)
-    chunks = pipeline_chunks(total, config=config, nodes=nodes, ranks_per_node=ranks_per_node)
-    unit = group_unit(config, nodes=nodes, ranks_per_node=ranks_per_node)
+    chunks = pipeline_chunks(total, config=config, grid=grid)
+    unit = group_unit(config, grid=grid)
     length = round_up(-(-total // chunks), unit)
     slices: list[list[tuple[int, slice]]] = []
     left = 0
@@ -99,7 +101,7 @@ def slice_places(
     return slices
 
 
-def group_unit(config: GradientConfig, *, nodes: int, ranks_per_node: int) -> int:
+def group_unit(config: GradientConfig, *, grid: Grid) -> int:
     """Return the least common multiple of the group sizes of both levels."""
-    sizes = [config.intra_group_size] * (ranks_per_node > 1) + [config.inter_group_size] * (nodes > 1)
-    return math.lcm(BLOCK, *sizes)
+    intra, inter = grid.ranks_per_node > 1, grid.nodes > 1
+    return math.lcm(BLOCK, *[config.intra_group_size] * intra, *[config.inter_group_size] * inter)

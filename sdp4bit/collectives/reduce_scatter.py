@@ -174,8 +174,7 @@ class QuantizedReduceScatter:
     @property
     def group_unit(self) -> int:
         """The least common multiple of the group sizes of both levels."""
-        topology = self.topology
-        return group_unit(self.config, nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
+        return group_unit(self.config, grid=self.topology.layout)
 
     def __call__(
         self,
@@ -253,8 +252,7 @@ class QuantizedReduceScatter:
         lengths = [part.output.numel() for part in parts]
         places = [[(number, slice(0, numel)) for number, numel in enumerate(lengths)]]
         if not whole:
-            nodes, ranks_per_node = self.topology.nodes, self.topology.ranks_per_node
-            places = slice_places(lengths, config=self.config, nodes=nodes, ranks_per_node=ranks_per_node)
+            places = slice_places(lengths, config=self.config, grid=self.topology.layout)
         return [
             self._reduce_slice(
                 [(parts[i], there) for i, there in chosen],

@@ -17,23 +17,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdp4bit.collectives.errors import job_timeout
-from sdp4bit.traffic import TrafficCounter
+from sdp4bit.traffic import Grid, TrafficCounter
 
 TopologySpec = str | int | DeviceMesh
 """The user's choice: "auto" (by host name), ranks per node, or an (inter, intra) mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nodes:
+class Nodes(Grid):
     """A data-parallel group as nodes x ranks_per_node: group rank = node * ranks_per_node + local rank."""
 
     ranks: tuple[int, ...]  # global ranks in group order
-    nodes: int
-    ranks_per_node: int
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.ranks_per_node
 
     def intra_ranks(self, node: int) -> list[int]:
         """Return the global ranks of one node."""
@@ -154,7 +148,7 @@ class Topology:
 
     def counter(self) -> TrafficCounter:
         """Return a counter of the bytes that this rank sends."""
-        return TrafficCounter(nodes=self.nodes, ranks_per_node=self.ranks_per_node)
+        return TrafficCounter(self.layout)
 
 
 def create_topology(spec: str | int = "auto") -> Topology:

@@ -168,8 +168,7 @@ def describe_gradients(config: GradientConfig, layout: Nodes, shard_numel: int) 
         return f"row below min_numel={config.min_numel}"
     options = ["Hadamard"] * config.hadamard
     options += [f"from step {config.start_step}"] if config.start_step else []
-    nodes, ranks_per_node = layout.nodes, layout.ranks_per_node
-    chunks = pipeline_chunks(shard_numel, config=config, nodes=nodes, ranks_per_node=ranks_per_node)
+    chunks = pipeline_chunks(shard_numel, config=config, grid=layout)
     chosen = " (chosen)" if config.pipeline_chunks is None else ""
     options += [f"{chunks} chunks{chosen}"] if chunks > 1 else []
     return ", ".join([*_hops(config, layout), *options])

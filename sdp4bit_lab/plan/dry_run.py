@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
+from sdp4bit.traffic import Grid
 from sdp4bit_lab.common.settings import require
 from sdp4bit_lab.plan.memory import identifier, memory_per_rank
 from sdp4bit_lab.plan.model import gpt_groups
-from sdp4bit_lab.plan.traffic import RankGrid, group_traffic
+from sdp4bit_lab.plan.traffic import group_traffic
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 
 
@@ -35,7 +36,7 @@ def dry_run(config: PretrainConfig) -> dict[str, Any]:
         f"the {data_ranks} ranks of a data-parallel group do not fill nodes of {per_node}: change "
         "--ranks-per-node, or the tensor or pipeline size",
     )
-    grid = RankGrid(nodes=data_ranks // per_node, ranks_per_node=per_node)
+    grid = Grid(nodes=data_ranks // per_node, ranks_per_node=per_node)
     groups = gpt_groups(
         shape,
         tensor_parallel=parallel.tensor_model_parallel_size,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, GroupTraffic, RankGrid, is_full
+from sdp4bit.traffic import Grid
+from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, GroupTraffic, is_full
 
 MAIN_BYTES = 4
 ADAM_BYTES = 8
@@ -14,7 +15,7 @@ GATHERED_AT_ONCE = 2
 """FSDP2 gathers the next group while one computes."""
 
 
-def memory_per_rank(traffic: Sequence[GroupTraffic], *, grid: RankGrid, accumulation: int) -> dict[str, int]:
+def memory_per_rank(traffic: Sequence[GroupTraffic], *, grid: Grid, accumulation: int) -> dict[str, int]:
     """Return bytes by use: main weights, Adam, gradients, gathered weights, replica, message buffers.
 
     FSDP2 keeps gradient shards, or full gradients while micro batches accumulate, and gathers few groups at a

@@ -23,12 +23,12 @@ from sdp4bit.quantization.formats import BLOCK
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
-from sdp4bit.traffic import format_bytes
+from sdp4bit.traffic import Grid, format_bytes
 from sdp4bit_lab.common.files import wrapped, write_atomically
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.config import PROBE_FORMAT, ProbeConfig
-from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange
+from sdp4bit_lab.plan.traffic import gradient_exchange
 
 WARM_UPS = 2
 TINY_BYTES = 16
@@ -191,7 +191,7 @@ def _quantization(values: int, *, ranks: int, device: torch.device) -> tuple[Cal
             messages, out=result, layout=layout, hadamard=True, multiplier=INVERSE_FACTOR, dither=None
         )
 
-    grid = RankGrid(nodes=1, ranks_per_node=ranks)
+    grid = Grid(nodes=1, ranks_per_node=ranks)
     return reduce, gradient_exchange(row, grid=grid, config=config).moved_bytes
 
 

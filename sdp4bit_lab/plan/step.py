@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from sdp4bit.config import SDP4BitConfig
+from sdp4bit.traffic import Grid
 from sdp4bit_lab.common.settings import option, require, require_at_least
 from sdp4bit_lab.plan.memory import memory_per_rank
 from sdp4bit_lab.plan.model import ShardedGroup
-from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, Exchange, RankGrid, group_traffic
+from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, Exchange, group_traffic
 
 BF16_BYTES = 2
 BASELINE = SDP4BitConfig(weights=None, gradients=None)
@@ -103,7 +104,7 @@ class ParallelLayout:
         """Least and largest fraction of the communication that overlaps with computation."""
         return (0.0, 1.0) if self.overlap is None else (self.overlap, self.overlap)
 
-    def grids(self, *, nodes: int, devices_per_node: int) -> tuple[RankGrid, RankGrid]:
+    def grids(self, *, nodes: int, devices_per_node: int) -> tuple[Grid, Grid]:
         """Return the ranks that shard the model, and the ranks that hold the same shard.
 
         Raises:
@@ -142,8 +143,8 @@ class ParallelLayout:
         )
         beside = per_node // inside
         return (
-            RankGrid(nodes=shards // inside, ranks_per_node=inside),
-            RankGrid(nodes=self.replicas // beside, ranks_per_node=beside),
+            Grid(nodes=shards // inside, ranks_per_node=inside),
+            Grid(nodes=self.replicas // beside, ranks_per_node=beside),
         )
 
 
@@ -184,9 +185,9 @@ class Plan:
     """Parameters of one model-parallel rank."""
     row_numel: int
     """Values in one rank's rows, including FSDP2's padding."""
-    grid: RankGrid
+    grid: Grid
     """Ranks that shard the model."""
-    replicas: RankGrid
+    replicas: Grid
     """Ranks that hold the same shard: one, except with HSDP."""
     baseline: StepCost
     """fp32 reduce-scatter of gradients, bf16 all-gather of weights."""

@@ -16,28 +16,13 @@ from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.quantization.formats import BLOCK, Bits
 from sdp4bit.quantization.layout import JointLayout
-from sdp4bit.traffic import Level
+from sdp4bit.traffic import ALONE, Grid, Level
 from sdp4bit_lab.plan.model import ShardedGroup
 
 GATHERED_BYTES = 2
 """Weights are gathered in bf16."""
 REDUCED_BYTES = 4
 """Gradients are reduced in fp32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankGrid:
-    """Ranks of a data-parallel group: nodes x ranks_per_node."""
-
-    nodes: int
-    ranks_per_node: int
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-
-ONE_RANK = RankGrid(nodes=1, ranks_per_node=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +42,7 @@ class Exchange:
     """Message buffers in use at the same time."""
 
 
-def ring(row_bytes: float, *, grid: RankGrid, times: int = 1) -> Exchange:
+def ring(row_bytes: float, *, grid: Grid, times: int = 1) -> Exchange:
     """Return `times` rings over all ranks that gather or reduce rows of `row_bytes`."""
     sent, g = times * row_bytes * (grid.size - 1), grid.ranks_per_node
     if grid.nodes == 1:
@@ -90,7 +75,7 @@ def _send(messages: Sequence[tuple[Level, JointLayout, int]]) -> Exchange:
 def gradient_exchange(
     row_numel: int,
     *,
-    grid: RankGrid,
+    grid: Grid,
     config: GradientConfig | None,
     dense_bytes: int = REDUCED_BYTES,
     sections: Sequence[Section] = (),
@@ -111,7 +96,7 @@ def gradient_exchange(
     lengths = [part.numel for part in parts]
     messages: list[tuple[Level, JointLayout, int]] = []
     buffers = []
-    for chosen in slice_places(lengths, config=config, nodes=n, ranks_per_node=g):
+    for chosen in slice_places(lengths, config=config, grid=grid):
         pieces = [(parts[index], place.stop - place.start) for index, place in chosen]
         intra = _message(pieces, bits=config.intra_bits, group_size=config.intra_group_size, rows=n)
         inter = _message(pieces, bits=config.inter_bits, group_size=config.inter_group_size)
@@ -131,7 +116,7 @@ def gradient_exchange(
 def all_reduce_exchange(
     numel: int,
     *,
-    grid: RankGrid,
+    grid: Grid,
     config: GradientConfig | None,
     dense_bytes: int = REDUCED_BYTES,
     sections: Sequence[Section] = (),
@@ -145,7 +130,7 @@ def all_reduce_exchange(
         return Exchange()
     if config is None or not is_long_enough(numel, ranks=grid.size, config=config):
         return ring(2 * numel * dense_bytes / grid.size, grid=grid)
-    count = piece_count(nodes=n, ranks_per_node=g)
+    count = piece_count(grid)
     pieces = []
     for section in sections or whole_row(numel):
         _, length = piece_places(section.numel, pieces=count, unit=section.unit)
@@ -170,7 +155,7 @@ def all_reduce_exchange(
 
 
 def weight_refresh(
-    row_numel: int, *, grid: RankGrid, config: WeightConfig | None, sections: Sequence[Section] = ()
+    row_numel: int, *, grid: Grid, config: WeightConfig | None, sections: Sequence[Section] = ()
 ) -> Exchange:
     """Return one refresh of the weight replica, once per step; sections () is a single one."""
     if config is None or grid.size == 1 or row_numel == 0:
@@ -197,7 +182,7 @@ def weight_refresh(
     )
 
 
-def weight_gather(row_numel: int, *, grid: RankGrid, config: WeightConfig | None, times: int = 1) -> Exchange:
+def weight_gather(row_numel: int, *, grid: Grid, config: WeightConfig | None, times: int = 1) -> Exchange:
     """Return `times` gathers of the weights; a step has one or two per micro batch."""
     if grid.size == 1:
         return Exchange()
@@ -209,7 +194,7 @@ def weight_gather(row_numel: int, *, grid: RankGrid, config: WeightConfig | None
     return Exchange(intra_bytes=float(sent * times), collectives=times, chunks=1)
 
 
-def is_full(config: WeightConfig, *, grid: RankGrid) -> bool:
+def is_full(config: WeightConfig, *, grid: Grid) -> bool:
     """Return whether every rank has every row of the replica."""
     return config.replica == "full" or grid.ranks_per_node == 1
 
@@ -238,9 +223,9 @@ class GroupTraffic:
 def group_traffic(
     group: ShardedGroup,
     *,
-    grid: RankGrid,
+    grid: Grid,
     config: SDP4BitConfig,
-    replicas: RankGrid = ONE_RANK,
+    replicas: Grid = ALONE,
     accumulation: int = 1,
     dense_bytes: int = REDUCED_BYTES,
     least_padding: bool = False,
@@ -276,10 +261,7 @@ def group_traffic(
 
     # The sections of a row differ for its reduction, its sum over replicas, and its refresh.
     reduced, summed = (
-        sections(
-            group_unit(gradients or GradientConfig(), nodes=each.nodes, ranks_per_node=each.ranks_per_node)
-        )
-        for each in (grid, replicas)
+        sections(group_unit(gradients or GradientConfig(), grid=each)) for each in (grid, replicas)
     )
     refreshed = sections(BLOCK if weights is None else weights.group_size, is_refresh=True)
     gathers = 1 if group.is_flat else accumulation * (2 if group.freed_after_forward else 1)

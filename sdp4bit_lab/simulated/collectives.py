@@ -82,7 +82,7 @@ class SimulatedReduceScatter:
         """
         self._layout = layout
         self._scratch = scratch
-        uncounted = TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
+        uncounted = TrafficCounter(layout)
         self._members = []
         for rank in range(layout.size):
             node, local_rank = divmod(rank, layout.ranks_per_node)
@@ -168,7 +168,7 @@ class SimulatedAllReduce:
                 config=config,
                 seed=seed,
                 bucket=bucket,
-                traffic=TrafficCounter(nodes=layout.nodes, ranks_per_node=layout.ranks_per_node),
+                traffic=TrafficCounter(layout),
                 scratch=scratch,
                 first_rank=first,
             )

@@ -13,7 +13,7 @@ from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.topology import Topology, arrange, create_topologies
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.traffic import TrafficCounter
+from sdp4bit.traffic import Grid, TrafficCounter
 
 SEED, BUCKET = 7, 3
 
@@ -33,7 +33,7 @@ def reduce_scatter_of(
     name: str = "",
 ) -> tuple[QuantizedReduceScatter, TrafficCounter]:
     """Return a reduction and the counter of its bytes."""
-    traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
+    traffic = TrafficCounter(Grid(nodes=nodes, ranks_per_node=per_node))
     reduction = QuantizedReduceScatter(
         topology_of(nodes, per_node),
         config=config,
@@ -51,7 +51,7 @@ def all_reduce_of(
     nodes: int, per_node: int, config: GradientConfig, *, ranks: range | None = None
 ) -> tuple[QuantizedAllReduce, TrafficCounter]:
     """Return an all-reduce and the counter of its bytes; `ranks` are the numbers of the ranks."""
-    traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
+    traffic = TrafficCounter(Grid(nodes=nodes, ranks_per_node=per_node))
     all_reduce = QuantizedAllReduce(
         topology_of(nodes, per_node),
         config=config,
@@ -68,7 +68,7 @@ def replica_of(
     nodes: int, per_node: int, config: WeightConfig, *, sections: Sequence[Section] = (), name: str = ""
 ) -> tuple[WeightReplica, TrafficCounter]:
     """Return a weight replica and the counter of its bytes."""
-    traffic = TrafficCounter(nodes=nodes, ranks_per_node=per_node)
+    traffic = TrafficCounter(Grid(nodes=nodes, ranks_per_node=per_node))
     replica = WeightReplica(
         topology_of(nodes, per_node),
         config=config,

@@ -17,10 +17,10 @@ from sdp4bit.collectives.sections import Section
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import definition
 from sdp4bit.quantization.definition import Call
-from sdp4bit.traffic import Traffic
+from sdp4bit.traffic import Grid, Traffic
 from tests.collectives.built import BUCKET, SEED, all_reduce_of
 from tests.oracles import bounds
-from tests.oracles.traffic import RankGrid, all_reduce_exchange
+from tests.oracles.traffic import all_reduce_exchange
 from tests.ranks import run_ranks
 
 DITHERED = GradientConfig(intra_rounding="dither", hadamard=False)
@@ -125,7 +125,7 @@ def test_results_are_those_of_the_definition_within_its_bound(
 
 def test_bytes_are_those_of_the_formula(reduced: tuple[int, int, list[Results]]) -> None:
     nodes, per_node, results = reduced
-    grid = RankGrid(nodes=nodes, ranks_per_node=per_node)
+    grid = Grid(nodes=nodes, ranks_per_node=per_node)
     for index, config in enumerate(CONFIGS):
         planned = [
             all_reduce_exchange(numel, grid=grid, config=replace(config, min_numel=0)) for numel in LENGTHS

@@ -10,6 +10,7 @@ from sdp4bit.collectives.pipeline import MOST_SLICES, pipeline_chunks, slice_pla
 from sdp4bit.collectives.topology import Nodes, arrange
 from sdp4bit.config import GradientConfig
 from sdp4bit.observe.explain import describe_gradients
+from sdp4bit.traffic import Grid
 
 MILLION = 1_000_000
 
@@ -38,26 +39,28 @@ MILLION = 1_000_000
 def test_a_row_is_cut_where_that_saves_more_than_it_costs(
     nodes: int, ranks_per_node: int, numel: int, chunks: int
 ) -> None:
-    found = pipeline_chunks(numel, config=GradientConfig(), nodes=nodes, ranks_per_node=ranks_per_node)
+    found = pipeline_chunks(
+        numel, config=GradientConfig(), grid=Grid(nodes=nodes, ranks_per_node=ranks_per_node)
+    )
     assert found == chunks
 
 
 def test_what_is_asked_for_is_done() -> None:
     config = GradientConfig(pipeline_chunks=7, intra_group_size=96, inter_group_size=128)
-    assert pipeline_chunks(10, config=config, nodes=1, ranks_per_node=4) == 7
-    slices = slice_places([10_000], config=config, nodes=2, ranks_per_node=2)
+    assert pipeline_chunks(10, config=config, grid=Grid(nodes=1, ranks_per_node=4)) == 7
+    slices = slice_places([10_000], config=config, grid=Grid(nodes=2, ranks_per_node=2))
     lengths = [place.stop - place.start for ((_, place),) in slices]
     assert sum(lengths) == 10_000 and all(length % 384 == 0 for length in lengths[:-1])
     assert len(lengths) == 7
-    assert slice_places([], config=config, nodes=2, ranks_per_node=2) == []
-    ((_, first),), *_ = slice_places([10_000], config=config, nodes=1, ranks_per_node=2)
+    assert slice_places([], config=config, grid=Grid(nodes=2, ranks_per_node=2)) == []
+    ((_, first),), *_ = slice_places([10_000], config=config, grid=Grid(nodes=1, ranks_per_node=2))
     assert first.stop == 1440  # groups of 96 only
 
 
 def test_slices_hold_several_sections_and_cut_them_between_groups() -> None:
     config = GradientConfig(pipeline_chunks=3, intra_group_size=96, inter_group_size=128)
     lengths = [100, 5000, 33, 400, 1]
-    slices = slice_places(lengths, config=config, nodes=2, ranks_per_node=2)
+    slices = slice_places(lengths, config=config, grid=Grid(nodes=2, ranks_per_node=2))
     assert len(slices) == 3
     found: list[list[slice]] = [[] for _ in lengths]
     for chosen in slices:

@@ -19,10 +19,10 @@ from torch import Tensor
 from sdp4bit.collectives.pipeline import group_unit
 from sdp4bit.collectives.sections import RowParameter, Section, cut_row, merge_ranges
 from sdp4bit.config import QUANTIZED_BITS, GradientConfig, WeightConfig
-from sdp4bit.traffic import Traffic
+from sdp4bit.traffic import Grid, Traffic
 from tests.collectives.built import BUCKET, SEED, all_reduce_of, reduce_scatter_of, replica_of
 from tests.oracles import sections as by_definition
-from tests.oracles.traffic import RankGrid, all_reduce_exchange, gradient_exchange, weight_refresh
+from tests.oracles.traffic import all_reduce_exchange, gradient_exchange, weight_refresh
 from tests.ranks import run_threads
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -132,7 +132,7 @@ def reduce_on_threads(
 ) -> list[Tensor]:
     """Return the row that this rank ends with for each of the inputs [n, g, n, g, values]."""
     reduce_scatter, traffic = reduce_scatter_of(nodes, per_node, config)
-    grid, outputs, planned = RankGrid(nodes=nodes, ranks_per_node=per_node), [], []
+    grid, outputs, planned = Grid(nodes=nodes, ranks_per_node=per_node), [], []
     for call, (rows, sections) in enumerate(inputs):
         own = rows.flatten(0, 1)[dist.get_rank()].flatten().clone()
         output = torch.full(rows.shape[-1:], float("nan"), dtype=rows.dtype)
@@ -165,7 +165,7 @@ def check_sums(config: GradientConfig, inputs: Inputs, multiplier: float) -> lis
 
 def check_gradients(case: Case, config: GradientConfig, multiplier: float) -> None:
     layout, drawn, dtype, seed = case
-    unit = group_unit(config, nodes=layout[0], ranks_per_node=layout[1])
+    unit = group_unit(config, grid=Grid(nodes=layout[0], ranks_per_node=layout[1]))
     inputs = [
         (values(*layout, *layout, row.numel, seed=seed + index, dtype=dtype), row.sections(unit))
         for index, row in enumerate(drawn)
@@ -219,7 +219,7 @@ def all_reduce_on_threads(
 ) -> list[Tensor]:
     """Return the sum that this rank ends with for each of the inputs [n, g, values]."""
     all_reduce, traffic = all_reduce_of(nodes, per_node, config)
-    grid, outputs, planned = RankGrid(nodes=nodes, ranks_per_node=per_node), [], []
+    grid, outputs, planned = Grid(nodes=nodes, ranks_per_node=per_node), [], []
     for call, (rows, sections) in enumerate(inputs):
         outputs.append(rows.flatten(0, 1)[dist.get_rank()].clone())
         all_reduce(outputs[-1], call=call, multiplier=multiplier, sections=sections)
@@ -236,7 +236,7 @@ def test_all_ranks_get_the_sum_of_tensors_that_the_definition_gives(
     case: Case, config: GradientConfig, multiplier: float
 ) -> None:
     (nodes, per_node), drawn, dtype, seed = case
-    unit = group_unit(config, nodes=nodes, ranks_per_node=per_node)
+    unit = group_unit(config, grid=Grid(nodes=nodes, ranks_per_node=per_node))
     inputs = [
         (values(nodes, per_node, row.numel, seed=seed + index, dtype=dtype), row.sections(unit))
         for index, row in enumerate(drawn)
@@ -267,7 +267,7 @@ def refresh_on_threads(
     replica.start_full_refresh(own[0])
     replica.wait()
     traffic.end_step()
-    grid, held = RankGrid(nodes=nodes, ranks_per_node=per_node), []
+    grid, held = Grid(nodes=nodes, ranks_per_node=per_node), []
     for main in own:
         ranges = row.trained_ranges() if main is own[-1] and row.is_cut else None
         replica.start_quantized_refresh(main, ranges=ranges)

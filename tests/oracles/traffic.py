@@ -8,24 +8,12 @@ tests/collectives/test_pipeline.py checks. Collectives of the communication libr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sdp4bit.collectives.pipeline import slice_places
 from sdp4bit.collectives.sections import Section
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.traffic import Traffic
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankGrid:
-    """Ranks of a group: nodes x ranks_per_node."""
-
-    nodes: int
-    ranks_per_node: int
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.ranks_per_node
+from sdp4bit.traffic import Grid, Traffic
 
 
 def row_sections(numel: int) -> list[Section]:
@@ -67,7 +55,7 @@ def messages(*sent: tuple[str, tuple[int, float], int]) -> Traffic:
     return found
 
 
-def ring(row_bytes: float, *, grid: RankGrid, times: int = 1) -> Traffic:
+def ring(row_bytes: float, *, grid: Grid, times: int = 1) -> Traffic:
     """Return the traffic of rings over all ranks that gather or reduce rows of `row_bytes`."""
     sent, g = times * row_bytes * (grid.size - 1), grid.ranks_per_node
     if grid.nodes == 1:
@@ -77,7 +65,7 @@ def ring(row_bytes: float, *, grid: RankGrid, times: int = 1) -> Traffic:
 
 
 def gradient_exchange(
-    numel: int, *, grid: RankGrid, config: GradientConfig, sections: Sequence[Section] = ()
+    numel: int, *, grid: Grid, config: GradientConfig, sections: Sequence[Section] = ()
 ) -> Traffic:
     """Return the traffic of one reduction of rows of `numel` values; sections () is a single one."""
     g, n = grid.ranks_per_node, grid.nodes
@@ -88,7 +76,7 @@ def gradient_exchange(
     cut = sections or row_sections(numel)
     found = Traffic()
     lengths = [section.numel for section in cut]
-    for chosen in slice_places(lengths, config=config, nodes=n, ranks_per_node=g):
+    for chosen in slice_places(lengths, config=config, grid=grid):
         parts = [(cut[index], place.stop - place.start) for index, place in chosen]
         inside = message_bytes(parts, bits=config.intra_bits, group_size=config.intra_group_size, rows=n)
         between = message_bytes(parts, bits=config.inter_bits, group_size=config.inter_group_size)
@@ -97,7 +85,7 @@ def gradient_exchange(
 
 
 def all_reduce_exchange(
-    numel: int, *, grid: RankGrid, config: GradientConfig, sections: Sequence[Section] = ()
+    numel: int, *, grid: Grid, config: GradientConfig, sections: Sequence[Section] = ()
 ) -> Traffic:
     """Return the traffic of one all-reduce of `numel` values; sections () is a single one."""
     g, n = grid.ranks_per_node, grid.nodes
@@ -119,7 +107,7 @@ def all_reduce_exchange(
 
 
 def weight_refresh(
-    numel: int, *, grid: RankGrid, config: WeightConfig, sections: Sequence[Section] = ()
+    numel: int, *, grid: Grid, config: WeightConfig, sections: Sequence[Section] = ()
 ) -> Traffic:
     """Return the traffic of one refresh of the weight replica, in bf16 if it is not quantized."""
     if grid.size == 1 or not numel:
@@ -132,7 +120,7 @@ def weight_refresh(
     return messages(("inter", message, grid.nodes - 1), ("intra", message, copies))
 
 
-def weight_gather(numel: int, *, grid: RankGrid, config: WeightConfig, times: int = 1) -> Traffic:
+def weight_gather(numel: int, *, grid: Grid, config: WeightConfig, times: int = 1) -> Traffic:
     """Return the traffic of so many gathers of bf16 weights inside the node."""
     if config.replica == "full" or grid.ranks_per_node == 1:
         return Traffic()

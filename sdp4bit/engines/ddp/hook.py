@@ -82,7 +82,7 @@ class DDPCommState:
         self._topology = create_topologies(list(layouts.values()), purpose="DDP")[ranks]
         self._seed = seed
         self._scratch = Scratch()
-        self._traffic = TrafficCounter(nodes=self._layout.nodes, ranks_per_node=self._layout.ranks_per_node)
+        self._traffic = TrafficCounter(self._layout)
         self._all_reduces: dict[int, QuantizedAllReduce] = {}
         self._buckets: dict[int, tuple[int, str]] = {}
         """Values and description of each bucket of the last backward."""

@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdp4bit
 from sdp4bit import GradientConfig
+from sdp4bit.traffic import Grid
 from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
-from tests.oracles.traffic import RankGrid, all_reduce_exchange
+from tests.oracles.traffic import all_reduce_exchange
 from tests.ranks import on_ranks, run_ranks
 from tests.toy import (
     Result,
@@ -125,9 +126,9 @@ def test_gradients_are_averaged_as_by_plain_ddp() -> None:
 def test_weights_stay_equal_with_the_bytes_of_the_formula() -> None:
     """DDP rebuilds its buckets after the first step."""
     for topology, grid in (
-        (1, RankGrid(nodes=4, ranks_per_node=1)),
-        (2, RankGrid(nodes=2, ranks_per_node=2)),
-        (4, RankGrid(nodes=1, ranks_per_node=4)),
+        (1, Grid(nodes=4, ranks_per_node=1)),
+        (2, Grid(nodes=2, ranks_per_node=2)),
+        (4, Grid(nodes=1, ranks_per_node=4)),
     ):
         run, buckets = DDPRun(ALL, topology=topology), []
         for _ in range(2):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from sdp4bit import SDP4BitConfig
-from tests.oracles.traffic import RankGrid, gradient_exchange, weight_refresh
+from sdp4bit.traffic import Grid
+from tests.oracles.traffic import gradient_exchange, weight_refresh
 from tests.ranks import on_ranks
 from tests.tables import flat
 from tests.toy import (
@@ -109,7 +110,7 @@ def frozen_bits(run: Run) -> list[Tensor]:
 
 def assert_frozen_weights_travel_once(comm: Any, config: SDP4BitConfig, *, nodes: int) -> None:
     """A layer sends all of its row in the first of three steps, and of adapters what a plan says."""
-    grid, group = RankGrid(nodes=nodes, ranks_per_node=4 // nodes), comm.group
+    grid, group = Grid(nodes=nodes, ranks_per_node=4 // nodes), comm.group
     trained = sum(s.end - s.start for s in group.segments if s.sharded.requires_grad)
     refresh = weight_refresh(trained, grid=grid, config=config.weights).inter_bytes
     if config is EXACT:

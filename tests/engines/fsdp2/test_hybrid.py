@@ -26,10 +26,10 @@ from sdp4bit import (
     quantize_communication,
 )
 from sdp4bit.engines.fsdp2.hooks import ReplicaGroup
-from sdp4bit.traffic import Traffic
+from sdp4bit.traffic import Grid, Traffic
 from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
-from tests.oracles.traffic import RankGrid, all_reduce_exchange, gradient_exchange
+from tests.oracles.traffic import all_reduce_exchange, gradient_exchange
 from tests.ranks import on_ranks
 from tests.toy import (
     IDENTITY,
@@ -50,10 +50,10 @@ PLACEMENTS = {
 }
 """Ranks of each replica; ranks 0 and 1 are one node, and so are the following pairs."""
 GRIDS = {
-    "shards in the node": (RankGrid(nodes=1, ranks_per_node=2), RankGrid(nodes=2, ranks_per_node=1)),
-    "replicas in the node": (RankGrid(nodes=2, ranks_per_node=1), RankGrid(nodes=1, ranks_per_node=2)),
-    "replicas only": (RankGrid(nodes=1, ranks_per_node=1), RankGrid(nodes=2, ranks_per_node=2)),
-    "three replicas": (RankGrid(nodes=1, ranks_per_node=2), RankGrid(nodes=3, ranks_per_node=1)),
+    "shards in the node": (Grid(nodes=1, ranks_per_node=2), Grid(nodes=2, ranks_per_node=1)),
+    "replicas in the node": (Grid(nodes=2, ranks_per_node=1), Grid(nodes=1, ranks_per_node=2)),
+    "replicas only": (Grid(nodes=1, ranks_per_node=1), Grid(nodes=2, ranks_per_node=2)),
+    "three replicas": (Grid(nodes=1, ranks_per_node=2), Grid(nodes=3, ranks_per_node=1)),
 }
 """Nodes and ranks of the reduction over shards, and of that over replicas."""
 USUAL = "shards in the node"

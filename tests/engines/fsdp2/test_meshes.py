@@ -20,10 +20,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from sdp4bit import AlertConfig, ReplicaMismatchError, SDP4BitConfig, quantize_communication
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from sdp4bit.observe.explain import ONE_NODE, ONE_NODE_GRADIENTS, ONE_RANK
+from sdp4bit.traffic import Grid
 from tests.engines.fsdp2 import toy_moe
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
 from tests.engines.fsdp2.toy_moe import MoERun, build_moe, expert_mesh
-from tests.oracles.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
+from tests.oracles.traffic import gradient_exchange, weight_gather, weight_refresh
 from tests.ranks import fake_world, on_ranks
 from tests.tables import flat
 from tests.toy import QUANTIZED, assert_close_to_plain, assert_variants_equal
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(not toy_moe.HAS_MESH_PER_PARAM, reason="torch 2.
 ACROSS, INSIDE, ALONE = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
 """Ranks 0 and 1 are a node. Columns shard the same experts: across the nodes, inside one, not at all."""
 NAMES = ["(root)", "blocks.0", "blocks.0.moe.experts", "blocks.1", "blocks.1.moe.experts"]
-BETWEEN = {True: RankGrid(nodes=2, ranks_per_node=1), False: RankGrid(nodes=2, ranks_per_node=2)}
+BETWEEN = {True: Grid(nodes=2, ranks_per_node=1), False: Grid(nodes=2, ranks_per_node=2)}
 """Of the experts' groups, and of the others."""
 LIMIT = 400.0
 

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from sdp4bit import SDP4BitConfig
+from sdp4bit.traffic import Grid
 from tests import mutations
-from tests.oracles.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
+from tests.oracles.traffic import gradient_exchange, weight_gather, weight_refresh
 from tests.ranks import on_ranks
 from tests.tables import explained, flat
 from tests.toy import (
@@ -79,7 +80,7 @@ def adapting(config: SDP4BitConfig | None) -> list[float]:
 
 
 def assert_only_trainable_parameters_are_sent(run: Run) -> None:
-    grid = RankGrid(nodes=2, ranks_per_node=2)
+    grid = Grid(nodes=2, ranks_per_node=2)
     for comm in run.comm.groups:
         group, config = comm.group, run.comm.config
         trainable = sum(s.end - s.start for s in group.segments if s.sharded.requires_grad)

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.traffic import Grid
 from sdp4bit_lab.plan.model import ShardedGroup, least_padded_dim
-from sdp4bit_lab.plan.traffic import RankGrid, group_traffic
+from sdp4bit_lab.plan.traffic import group_traffic
 from tests.ranks import fake_world
 from tests.toy import POLICY
 
@@ -102,7 +103,7 @@ def check_step(
     Returns:
         Values in the rows relative to the parameters.
     """
-    grid, over = (RankGrid(nodes=nodes, ranks_per_node=ranks) for nodes, ranks in (shards, replicas))
+    grid, over = (Grid(nodes=nodes, ranks_per_node=ranks) for nodes, ranks in (shards, replicas))
     world, per_node = grid.size * over.size, grid.ranks_per_node * over.ranks_per_node
     model = Blocks()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

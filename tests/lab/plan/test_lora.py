@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from sdp4bit import quantize_communication
+from sdp4bit.traffic import Grid
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.plan.memory import memory_per_rank
 from sdp4bit_lab.plan.model import ShardedGroup, with_adapters
 from sdp4bit_lab.plan.step import BASELINE
-from sdp4bit_lab.plan.traffic import RankGrid, group_traffic
+from sdp4bit_lab.plan.traffic import group_traffic
 from tests import ROOT
 from tests.ranks import run_ranks
 from tests.toy import POLICY, QUANTIZED, data_mesh
@@ -91,7 +92,7 @@ def count(per_node: int) -> dict[str, tuple[float, ...]]:
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2)])
 def test_planned_bytes_are_those_of_a_run(nodes: int, per_node: int) -> None:
-    grid = RankGrid(nodes=nodes, ranks_per_node=per_node)
+    grid = Grid(nodes=nodes, ranks_per_node=per_node)
     ranks = run_ranks(count, grid.size, per_node)
     traffic = [group_traffic(group, grid=grid, config=QUANTIZED) for group in planned_groups()]
     replica = memory_per_rank(traffic, grid=grid, accumulation=MICRO_BATCHES)["weight replica, bf16"]

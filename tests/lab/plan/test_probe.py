@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from sdp4bit.collectives import exchange
 from sdp4bit.config import GradientConfig
+from sdp4bit.traffic import Grid
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import RunError
 from sdp4bit_lab.plan.config import ProbeConfig
 from sdp4bit_lab.plan.probe import WARM_UPS, Link, describe, probe
-from sdp4bit_lab.plan.traffic import RankGrid, gradient_exchange
+from sdp4bit_lab.plan.traffic import gradient_exchange
 from tests.lab.pretrain.tiny_runs import command_line, this_rank
 from tests.ranks import run_ranks
 
@@ -57,7 +58,7 @@ def test_timed_exchanges_send_the_counted_bytes(tmp_path: Path) -> None:
         assert result[f"{level}_bandwidth"] == link.bandwidth * ranks
     assert [sent for _, sent in results] == [exchanges * 2 * (50000 + 16)] * 4
     # The operators are timed on one hop over all ranks.
-    grid = RankGrid(nodes=1, ranks_per_node=4)
+    grid = Grid(nodes=1, ranks_per_node=4)
     measured = result["measured"]
     reduction = gradient_exchange(config.quantized_values // 4, grid=grid, config=GradientConfig())
     assert measured["quantization_bytes"] == reduction.moved_bytes

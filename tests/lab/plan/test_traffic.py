@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.traffic import ALONE, Grid
 from sdp4bit_lab.plan.memory import memory_per_rank
 from sdp4bit_lab.plan.model import ShardedGroup, flat_buffer, gpt_groups, least_padded_dim
 from sdp4bit_lab.plan.traffic import (
-    ONE_RANK,
-    RankGrid,
     all_reduce_exchange,
     gradient_exchange,
     group_traffic,
@@ -28,7 +27,7 @@ SHAPE = ModelShape(layers=4, hidden=256, heads=4, vocabulary=1024, positions=128
 
 @pytest.mark.parametrize(("n", "g"), [(16, 8), (8, 1), (1, 8), (3, 2)])
 def test_bytes_are_those_of_the_method(n: int, g: int) -> None:
-    grid, row = RankGrid(nodes=n, ranks_per_node=g), 2**16
+    grid, row = Grid(nodes=n, ranks_per_node=g), 2**16
     total = row * grid.size
     gradients = gradient_exchange(row, grid=grid, config=GradientConfig())
     weights = weight_refresh(row, grid=grid, config=WeightConfig())
@@ -49,7 +48,7 @@ def test_bytes_are_those_of_the_method(n: int, g: int) -> None:
 @pytest.mark.parametrize(("chunks", "at_once"), [(1, 1.0), (4, 0.5)])
 def test_kernels_and_buffers_move_every_message(chunks: int, at_once: float) -> None:
     """4 nodes x 8, rows of 2 ** 20: 32 fp32 rows read, one written, 8 and 4 messages sent and received."""
-    grid, row = RankGrid(nodes=4, ranks_per_node=8), 1 << 20
+    grid, row = Grid(nodes=4, ranks_per_node=8), 1 << 20
     gradients = gradient_exchange(row, grid=grid, config=GradientConfig(pipeline_chunks=chunks))
     messages = 2 * row * (8 * 4 * INT8 + 4 * INT4)
     assert gradients.moved_bytes == 4 * row * 33 + messages
@@ -69,7 +68,7 @@ def test_kernels_and_buffers_move_every_message(chunks: int, at_once: float) -> 
 
 
 def test_full_precision_has_no_kernels_and_no_buffers_and_one_rank_no_traffic() -> None:
-    grid = RankGrid(nodes=4, ranks_per_node=8)
+    grid = Grid(nodes=4, ranks_per_node=8)
     exchanges = [
         gradient_exchange(1 << 20, grid=grid, config=None),
         all_reduce_exchange(1 << 20, grid=grid, config=None),
@@ -78,13 +77,13 @@ def test_full_precision_has_no_kernels_and_no_buffers_and_one_rank_no_traffic() 
     assert [(e.moved_bytes, e.buffer_bytes) for e in exchanges] == [(0, 0)] * 3
     assert all(e.inter_bytes > 0 for e in exchanges)
     group = ShardedGroup(name="all", shapes=((7, 3),))
-    alone = group_traffic(group, grid=ONE_RANK, config=SDP4BitConfig(), accumulation=2)
+    alone = group_traffic(group, grid=ALONE, config=SDP4BitConfig(), accumulation=2)
     assert all((e.intra_bytes, e.inter_bytes, e.collectives) == (0, 0, 0) for e in alone.exchanges)
 
 
 @pytest.mark.parametrize(("replica", "copies"), [("node", 4), ("full", 32)])
 def test_memory_follows_the_replica_and_the_largest_group(replica: str, copies: int) -> None:
-    grid = RankGrid(nodes=4, ranks_per_node=8)
+    grid = Grid(nodes=4, ranks_per_node=8)
     config = SDP4BitConfig(weights=WeightConfig(replica=replica))  # type: ignore[arg-type]
     groups = [ShardedGroup(name=str(n), shapes=((n * 2**15, 32),)) for n in (1, 2, 4)]
     traffic = [group_traffic(group, grid=grid, config=config) for group in groups]

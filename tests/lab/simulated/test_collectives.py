@@ -14,7 +14,7 @@ from torch import Tensor
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.traffic import Traffic, TrafficCounter
+from sdp4bit.traffic import Grid, Traffic, TrafficCounter
 from sdp4bit_lab.simulated.collectives import (
     SimulatedAllReduce,
     SimulatedReduceScatter,
@@ -23,7 +23,7 @@ from sdp4bit_lab.simulated.collectives import (
 )
 from tests.collectives.test_sections import NUMEL, SECTIONS
 from tests.oracles import sections as by_definition
-from tests.oracles.traffic import RankGrid, gradient_exchange, weight_gather, weight_refresh
+from tests.oracles.traffic import gradient_exchange, weight_gather, weight_refresh
 
 ROWS: list[tuple[int, tuple[Section, ...]]] = [*((n, ()) for n in (0, 1, 31, 777, 3001)), (NUMEL, SECTIONS)]
 LAYOUTS = [(2, 2), (4, 1), (1, 4)]
@@ -55,7 +55,7 @@ def values(*shape: int, seed: int) -> Tensor:
 
 
 def counter(nodes: int) -> TrafficCounter:
-    return TrafficCounter(nodes=nodes, ranks_per_node=4 // nodes)
+    return TrafficCounter(Grid(nodes=nodes, ranks_per_node=4 // nodes))
 
 
 def assert_sent(sent: Traffic, planned: list[Traffic]) -> None:
@@ -67,7 +67,7 @@ def assert_sent(sent: Traffic, planned: list[Traffic]) -> None:
 
 @pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
 def test_sums_of_rows_and_their_bytes(nodes: int, per_node: int) -> None:
-    scratch, grid = Scratch(), RankGrid(nodes=nodes, ranks_per_node=per_node)
+    scratch, grid = Scratch(), Grid(nodes=nodes, ranks_per_node=per_node)
     for bucket, config in enumerate(GRADIENTS):
         traffic, planned = counter(nodes), []
         reduce_scatter = SimulatedReduceScatter(
@@ -121,7 +121,7 @@ def test_sums_of_tensors(nodes: int, per_node: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
 def test_replicas_and_their_bytes(nodes: int, per_node: int) -> None:
-    grid = RankGrid(nodes=nodes, ranks_per_node=per_node)
+    grid = Grid(nodes=nodes, ranks_per_node=per_node)
     for config in WEIGHTS:
         traffic, planned = counter(nodes), []
         layout = simulated_layout(4, ranks_per_node=per_node)
