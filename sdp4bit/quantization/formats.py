@@ -53,11 +53,11 @@ class Format:
 
     def pack(self, codes: Tensor) -> Tensor:
         """Return the codes of groups, int32 [..., size], as uint8 [..., size * block_bytes / 32]."""
-        raise NotImplementedError
+        raise NotImplementedError(f"format {self.name}: its class defines no packing of codes")
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return the codes of groups, int8 [..., size], from their bytes."""
-        raise NotImplementedError
+        raise NotImplementedError(f"format {self.name}: its class defines no packing of codes")
 
     def mark_zeros(self, codes: Tensor, is_zero: Tensor) -> Tensor:
         """Return dithered codes with zeros replaced by an otherwise unused code, which decodes to 0."""

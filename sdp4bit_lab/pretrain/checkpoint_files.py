@@ -134,7 +134,7 @@ class CheckpointWriter(FileSystemWriter):
         """Complete the checkpoint on rank 0, after all ranks have written their files."""
         super().finish(metadata, results)
         working = self.working
-        (working / TENSORS).write_text(json.dumps(_described(metadata)) + "\n")
+        (working / TENSORS).write_text(json.dumps(_described(metadata, results)) + "\n")
         serial = 1 + max((_serial(path) for path in find_checkpoints(self.folder)), default=0)
         record = replace(self._record, serial=serial)
         (working / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
@@ -289,10 +289,13 @@ class CheckpointReader(FileSystemReader):
         return cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
 
 
-def _described(metadata: Metadata) -> dict[str, Any]:
+def _described(metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, Any]:
     """Return the content of tensors.json: of each tensor dtype, size, and its chunks with their places."""
     tensors = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
-    places = cast(dict[MetadataIndex, _StorageInfo], metadata.storage_data)
+    # From the results, because torch 2.9 fills in a copy of the metadata.
+    places: dict[MetadataIndex, _StorageInfo] = {
+        each.index: each.storage_data for of in results for each in of
+    }
 
     def described(name: str, chunk: ChunkStorageMetadata) -> list[object]:
         place = places[MetadataIndex(name, chunk.offsets)]
