@@ -294,7 +294,7 @@ def _described(metadata: Metadata, results: list[list[WriteResult]]) -> dict[str
     tensors = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
     # From the results, because torch 2.9 fills in a copy of the metadata.
     places: dict[MetadataIndex, _StorageInfo] = {
-        each.index: each.storage_data for of in results for each in of
+        each.index: each.storage_data for of_rank in results for each in of_rank
     }
 
     def described(name: str, chunk: ChunkStorageMetadata) -> list[object]:
