@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from sdp4bit_lab.pretrain.step.gradients import Gradients
 from sdp4bit_lab.pretrain.step.pipeline import Batch
@@ -36,6 +37,13 @@ def _chunk(tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
     """Return the rows of a tensor that FSDP2 gives a rank, possibly none."""
     size = -(-tensor.shape[0] // ranks)
     return tensor[min(rank * size, tensor.shape[0]) :][:size]
+
+
+_FIRST_MICRO_BATCH_IN_FP32 = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Whether FSDP2 (since torch 2.15) lets autograd create gradients that it accumulates in fp32.
+
+Then the uses of a tied weight are summed in fp32, too.
+"""
 
 
 @dataclass(kw_only=True)
@@ -69,7 +77,12 @@ class SimulatedTrainingStep(TrainingStep):
         """Return one rank's summed loss, and its weighted gradients as FSDP2 would reduce them."""
         model, communication = self.model.compute, self.model.communication
         loss_sum, gradients = torch.zeros_like(weight), dict[str, Tensor]()
-        for tokens, targets in batches:
+        for index, (tokens, targets) in enumerate(batches):
+            if _FIRST_MICRO_BATCH_IN_FP32:
+                # Not the others: autograd adds their gradients to those in fp32.
+                casts = index == 0 and len(batches) > 1
+                for parameter in model.parameters():
+                    parameter.grad_dtype = torch.float32 if casts else None
             if is_first:
                 communication.before_forward()
             loss = model(tokens, targets).sum()
