@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from sdp4bit_lab.report.command import ReportConfig
     from sdp4bit_lab.selftest.config import SelftestConfig
 
-_TRAINING = ("tyro", "rich", "tensorboard", "tokenizers", "yaml")
+_CONFIG_FILE = ("yaml",) if sys.version_info >= (3, 11) else ("yaml", "tomli")
+_TRAINING = ("tyro", "rich", "tensorboard", "tokenizers", *_CONFIG_FILE)
 _ABOUT = (
     "4-bit communication for sharded data parallel training. `sdp4bit COMMAND --help` shows the common "
     "options, `--help-all` all of them, and `sdp4bit --version` the version."
@@ -200,7 +201,7 @@ def _preprocess(config: PreprocessConfig) -> int:
 @_command(
     "plan",
     settings="sdp4bit_lab.plan.config:PlanConfig",
-    packages=("tyro", "rich", "yaml"),
+    packages=("tyro", "rich", *_CONFIG_FILE),
     shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
     device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json""",
 )
@@ -213,7 +214,7 @@ def _plan(config: PlanConfig) -> int:
     return run_plan(config)
 
 
-@_command("probe", settings="sdp4bit_lab.plan.config:ProbeConfig", packages=("tyro", "yaml"))
+@_command("probe", settings="sdp4bit_lab.plan.config:ProbeConfig", packages=("tyro", *_CONFIG_FILE))
 def _probe(config: ProbeConfig) -> int:
     """Measure intra-node and inter-node bandwidth and quantization speed for `sdp4bit plan --probe`. Starts
     --nproc-per-node processes on this machine, or uses the processes that torchrun started."""

@@ -62,7 +62,7 @@ class Coding:
 
 
 @triton.constexpr_function
-def of(format: Coding, name: str) -> Any:
+def of(format: Coding, name: str) -> object:  # not Any: Triton cannot hash it on Python 3.10
     """Return an attribute of a format, in a kernel."""
     return getattr(format, name)
 

@@ -32,6 +32,9 @@ from tests.toy import (
     data_mesh,
 )
 
+TAKES_INTEGERS = pytest.mark.skipif(
+    torch.__version__ < "2.10", reason="FSDP2 of torch 2.9 takes no integer parameters"
+)
 WIDTH, RANK = 24, 8
 FP32 = MixedPrecisionPolicy()
 EXACT, CLOSE = (replace(config, separate_parameters=False) for config in (IDENTITY, QUANTIZED))
@@ -146,8 +149,10 @@ def training(
     ("storage", "policy", "topology"),
     [
         pytest.param(None, FP32, 2, id="bf16 base", marks=pytest.mark.slow),
-        pytest.param(torch.uint8, FP32, 1, id="uint8, full replica"),
-        pytest.param(torch.uint8, POLICY, 2, id="uint8, bf16 policy", marks=pytest.mark.slow),
+        pytest.param(torch.uint8, FP32, 1, id="uint8, full replica", marks=TAKES_INTEGERS),
+        pytest.param(
+            torch.uint8, POLICY, 2, id="uint8, bf16 policy", marks=(TAKES_INTEGERS, pytest.mark.slow)
+        ),
         pytest.param(torch.bfloat16, FP32, 2, id="packed bf16", marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, POLICY, 1, id="packed bf16, bf16 policy, full replica"),
     ],
@@ -186,7 +191,7 @@ def editing(config: SDP4BitConfig | None, storage: torch.dtype | None) -> list[f
     "storage",
     [
         pytest.param(None, id="bf16 base", marks=pytest.mark.slow),
-        pytest.param(torch.uint8, id="packed uint8"),
+        pytest.param(torch.uint8, id="packed uint8", marks=TAKES_INTEGERS),
     ],
 )
 @on_ranks(4)
@@ -197,7 +202,7 @@ def test_edits_of_frozen_bits_are_sent_as_they_are(storage: torch.dtype | None) 
 @pytest.mark.parametrize(
     ("storage", "policy"),
     [
-        pytest.param(torch.uint8, FP32, id="uint8"),
+        pytest.param(torch.uint8, FP32, id="uint8", marks=TAKES_INTEGERS),
         pytest.param(torch.bfloat16, POLICY, id="bf16", marks=pytest.mark.slow),
     ],
 )
@@ -218,6 +223,7 @@ def test_a_resume_with_frozen_bits_is_bit_identical(
         )
 
 
+@TAKES_INTEGERS
 @on_ranks(4)
 def test_telemetry_measures_values_alone() -> None:
     run = Run(build(torch.uint8, FP32), QUANTIZED, fused=None, foreach=False).train(3)

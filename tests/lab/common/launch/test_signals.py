@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.lab.common.launch.started_ranks import (
     COMMAND,
@@ -59,7 +60,11 @@ def test_faults_and_signals_end_all_ranks(deed, ranks, code, output):
     if output is None:
         assert "rank 1 failed (killed by SIGKILL); the other ranks were stopped" in ended[1]
     else:
-        assert sorted(ended[1].splitlines()) == sorted([*started, *output])
+        lines = ended[1].splitlines()
+        if torch.__version__ < "2.10":  # gloo says there which ranks are connected, in the middle of lines
+            assert set(lines) >= {*started, *output}
+        else:
+            assert sorted(lines) == sorted([*started, *output])
 
 
 @pytest.mark.slow
