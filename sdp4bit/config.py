@@ -57,10 +57,9 @@ def _check_bits(name: str, bits: Bits) -> None:
     # Of equal numbers only one type is taken: settings are compared between ranks as they are written.
     known = [each for each in FORMATS if each is None or FORMATS[each].has_scales]
     if (type(bits), bits) not in [(type(each), each) for each in known]:
-        named = "".join(f", {each!r}" for each in known if isinstance(each, str))
+        names = ", ".join(repr(each) for each in known if each is not None)
         raise ValueError(
-            f"{name}={bits!r} is not supported: use 2, 3, 3.5, 4 or 8{named}, or None for full precision at "
-            "this hop"
+            f"{name}={bits!r} is not supported: use one of {names}, or None for full precision at this hop"
         )
 
 

@@ -104,7 +104,8 @@ class Group:
         self.is_changed = False  # the main weights have changed since the last refresh
         self.refreshes = 0  # quantized refreshes so far
         self.full_refreshes = 0
-        """Full-precision refreshes after the first one, that is, after loads and edits of the weights."""
+        """Full-precision refreshes after the first one."""
+        self.full_refresh_reason: str | None = None  # of the last one that counts
         self._was_refreshed = False
         self.reductions = 0  # quantized reductions so far; part of the counter for rounding bits
         self.all_reduces = 0  # quantized ones so far
@@ -129,9 +130,11 @@ class Group:
     def gradient_config(self) -> GradientConfig | None:
         return self.gradient_quantizers[0].config if self.gradient_quantizers else None
 
-    def count_full_refresh(self) -> None:
+    def count_full_refresh(self, reason: str) -> None:
         """Count a full-precision refresh, except for the first."""
-        self.full_refreshes += self._was_refreshed
+        if self._was_refreshed:
+            self.full_refreshes += 1
+            self.full_refresh_reason = reason
         self._was_refreshed = True
 
     def count_dense(

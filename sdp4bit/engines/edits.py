@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SMALL_EDIT = 1 / 128
+LARGEST_SMALL_EDIT = 1 / 128
 """Largest edit that is sent as a quantized difference, relative to the weights (Euclidean norms). 4 bits then
 leave an error of about a quarter of it, the cost of rounding weights to bf16."""
 
@@ -23,4 +23,4 @@ def is_large_change(squares: Tensor) -> Tensor:
         squares: [n, 2], per group the sum of `change_squares` over its ranks.
     """
     change, size = squares.unbind(-1)
-    return ~(change <= SMALL_EDIT**2 * size)
+    return ~(change <= LARGEST_SMALL_EDIT**2 * size)

@@ -174,8 +174,8 @@ class CommHandle(ABC):
             ("inter_bytes"), the padding in both, and the number of collectives.
             "compression_ratio": bytes between nodes without sdp4bit over those with it, in the last step;
             None before the first.
-            "full_refreshes": refreshes in full precision after loads and large edits, summed over groups;
-            the first one of a group does not count.
+            "full_refreshes": refreshes in full precision, summed over groups; the first one of a group does
+            not count. `group_stats()` and the logger "sdp4bit" (level INFO) give their reasons.
             "sampled_step": the last measured step, None before the first. Every `TelemetryConfig.interval`
             steps the following are measured on samples of this rank's shards; None if not applicable.
             "weight_drift": |main - replica| / |main| after the step's differences have been sent.
@@ -196,7 +196,10 @@ class CommHandle(ABC):
             "intra_bytes", "inter_bytes", "compression_ratio": of the last step, as in `stats()`.
             "gradient_error", "weight_error", "weight_drift", "nonfinite_groups": of the last measured step,
             as in `stats()`.
-            "weight_bits", "gradient_bits": current bits (of the last hop), None for full precision.
+            "weight_bits", "gradient_bits": configured bits of differences, and bits on the last hop of the
+            last reduction; None for full precision.
+            "full_refreshes", "full_refresh_reason": refreshes in full precision so far, without the first,
+            and the reason of the last.
         """
         if self._last_stats is not None:
             return self._last_stats[1]

@@ -58,7 +58,8 @@ def _weights_of(group: Group, remarks: Remarks) -> str:
         return group.weights_unquantized_reason
     text = describe_weights(replica.config, where=remarks.place or f"{replica.config.replica} replica")
     text += _fine(group, [replica.bits])
-    text += f", full refreshes: {group.full_refreshes}" if group.full_refreshes else ""
+    if group.full_refreshes:
+        text += f", full refreshes: {group.full_refreshes} (the last: {group.full_refresh_reason})"
     return ", ".join([text, *remarks.weights])
 
 

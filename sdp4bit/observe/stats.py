@@ -46,9 +46,13 @@ class GroupStats(Measures):
     compression_ratio: float | None
     """Bytes between nodes without sdp4bit over those with it; None before the first step."""
     weight_bits: Bits
-    """Current bits; None for full precision."""
+    """Configured bits of differences; None for full precision."""
     gradient_bits: Bits
     """Bits on the last hop of the last reduction; None for full precision."""
+    full_refreshes: int
+    """Refreshes in full precision so far, without the first."""
+    full_refresh_reason: str | None
+    """Reason of the last one; None before."""
 
 
 class ModelState:
@@ -161,6 +165,8 @@ class ModelState:
                     **measured[name],
                     "weight_bits": None if group.replica is None else group.replica.bits,
                     "gradient_bits": group.gradient_bits,
+                    "full_refreshes": group.full_refreshes,
+                    "full_refresh_reason": group.full_refresh_reason,
                 }
             )
         return found

@@ -1,4 +1,4 @@
-"""The definition of every operator in plain PyTorch. Each kernel must produce the same bytes.
+"""Every operator in plain PyTorch, which defines it. Each kernel must produce the same bytes.
 
 The numbers are chosen so that fp32 arithmetic gives one answer everywhere:
 

@@ -168,6 +168,9 @@ class MetricsWriter:
             format_bytes(statistics.fmean(getattr(step, f"{level}_bytes") for step in steps))
             for level in ("intra", "inter")
         )
+        plain = sum(step.compression_ratio * step.inter_bytes for step in steps)
+        sent = sum(step.inter_bytes for step in steps)
+        ratio = plain / sent if sent else last.compression_ratio
         is_wide = self._console.is_terminal and self._console.width >= _WIDE
         parts = {
             f"step {last.step}/{self._steps}": True,
@@ -179,7 +182,7 @@ class MetricsWriter:
             f"{tokens / seconds:,.0f} tokens/s": is_wide,
             f"{operations / seconds:.3g} TFLOP/s per device": self._config.log_throughput,
             f"{intra} intra-node": is_wide,
-            f"{inter} inter-node ({last.compression_ratio:.2f}x)": True,
+            f"{inter} inter-node ({ratio:.2f}x)": True,
         }
         return " | ".join(part for part, is_shown in parts.items() if is_shown)
 

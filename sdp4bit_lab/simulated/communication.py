@@ -274,7 +274,7 @@ class SimulatedCommHandle(CommHandle):
             comm.resync_wanted = bool(is_large_change(torch.stack(by_rank).sum(0)))
         if comm.resync_wanted:
             comm.replica.refresh_fully(held if comm.was_loaded else rows, held)
-            comm.count_full_refresh()
+            comm.count_full_refresh("a large change in evaluation" if is_evaluated else "requested or loaded")
             comm.is_changed = comm.is_changed and comm.was_loaded
             comm.resync_wanted = comm.was_loaded = False
         if comm.is_changed:

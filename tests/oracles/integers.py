@@ -57,6 +57,7 @@ def oracle_codes(codes: list[int], bits: float) -> bytes:
     if bits == 3.5:
         first = [place for place in range(len(codes)) if place % 32 < 16]
         return bit_string([unsigned[place] + 11 * unsigned[place + 16] for place in first], 7)
+    assert bits == 3
     blocks = [unsigned[start : start + 32] for start in range(0, len(unsigned), 32)]
     return b"".join(bit_string([n % 4 for n in b], 2) + bit_string([n // 4 for n in b], 1) for b in blocks)
 
@@ -75,6 +76,7 @@ def oracle_integers(packed: bytes, bits: float) -> list[int]:
             pairs = [(int.from_bytes(block, "little") >> 7 * i) % 128 for i in range(16)]
             integers += [pair % 11 - 5 for pair in pairs] + [pair // 11 - 5 for pair in pairs]
             continue
+        assert bits == 3
         lower, third = int.from_bytes(block[:8], "little"), int.from_bytes(block[8:], "little")
         integers += [(lower >> 2 * i) % 4 + 4 * ((third >> i) % 2) - (1 << bits - 1) for i in range(32)]
     return integers

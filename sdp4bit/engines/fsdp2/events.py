@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import TelemetryConfig
-from sdp4bit.engines.edits import SMALL_EDIT, is_large_change
+from sdp4bit.engines.edits import is_large_change
 from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT, Event, Flags
 from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
@@ -450,16 +450,20 @@ class FSDPModelState(ModelState):
             reduce_over_copies(flags, [comm.group for comm in comms], op=dist.ReduceOp.MAX)
         return flags
 
-    def warn_of_full_refreshes(self, comm: FSDPGroupState) -> None:
-        """Warn once, on the first rank, if training repeatedly sends weights in full precision."""
+    def report_full_refresh(self, comm: FSDPGroupState) -> None:
+        """Count and log a refresh in full precision; warn once, on the first rank, if training repeats it."""
+        reason = comm.fresh.full_reason
+        if not comm.group.module.training:
+            reason += ", in evaluation"
+        comm.count_full_refresh(reason)
+        logger.info("sdp4bit: step %d, %s in full precision: %s", self.steps, comm.group.name, reason)
         if comm.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW and comm.layout.ranks[0] == dist.get_rank():
             self.warn_once(
                 f"sdp4bit: weights ({comm.group.name} first) were sent in full precision "
-                f"{FULL_REFRESHES_IN_A_ROW} times in a row: they were loaded, held NaN or infinity, or were "
-                f"edited by more than 1/{round(1 / SMALL_EDIT)} of their norm without an optimizer step. If "
+                f"{FULL_REFRESHES_IN_A_ROW} times in a row, now because: {reason}. If "
                 "an optimizer makes these edits, call comm.mark_step() after each to send "
                 "differences. If averages (EMA) are swapped in, call model.eval() before you evaluate them. "
-                "comm.explain() counts full refreshes per group"
+                "comm.group_stats() counts full refreshes per group, with the last reason"
             )
 
     def warn_once(self, message: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.work import HostCopy
+from sdp4bit.engines.edits import LARGEST_SMALL_EDIT
 from sdp4bit.engines.fsdp2.view import FSDPGroup
 from sdp4bit.quantization.checksum import checksum
 
@@ -38,7 +39,7 @@ class Event(Enum):
     """A reason for another refresh, or a use of the weights; the same on all ranks of a group."""
 
     STEP = auto()  # an optimizer has stepped
-    SMALL_EDIT = auto()  # weights were changed by other means, by at most SMALL_EDIT
+    SMALL_EDIT = auto()  # weights were changed by other means, by at most LARGEST_SMALL_EDIT
     LARGE_CHANGE = auto()  # they changed by more, or a step in evaluation mode did
     NONFINITE = auto()  # the last refresh has left NaN or infinity in the replica
     WEIGHTS_LOADED = auto()  # a state dict was loaded into the model
@@ -88,6 +89,16 @@ _TRANSITIONS: dict[Event, dict[State, State]] = {
     Event.STEPPED_STATE_LOADED: dict.fromkeys(State, State.LOADED_STEPPED),
     Event.MISFIT: dict.fromkeys(FROM_CHECKPOINT, State.FULL_DUE),
 }
+_REASONS = {
+    Event.LARGE_CHANGE: f"weights changed by more than 1/{round(1 / LARGEST_SMALL_EDIT)} of their norm",
+    Event.NONFINITE: "the refresh before held NaN or infinity",
+    Event.WEIGHTS_LOADED: "weights were loaded",
+    Event.RESYNC: "requested (resync, full_precision, audit), interrupted, or due on another rank",
+    Event.STATE_LOADED: "rows of a checkpoint",
+    Event.STEPPED_STATE_LOADED: "rows of a checkpoint",
+    Event.MISFIT: "the loaded state belongs to other weights, ranks or nodes",
+}
+"""Why a refresh in full precision is due, in logs and statistics."""
 
 
 def next_refresh(state: State, event: Event) -> Refresh:
@@ -150,6 +161,7 @@ class Freshness:
         self._group = group
         self._nodes = nodes
         self.state = State.NEVER
+        self.full_reason = "first use"  # of the refresh in full precision that is due, or of the last one
         self.seen = Seen()
         self._set_trained(frozenset())
         # Of the row of the last refresh: checksums of its trained and its frozen part, int64 [2], its dtype,
@@ -278,7 +290,9 @@ class Freshness:
 
     def apply(self, event: Event) -> None:
         """Change the state by an event other than a gather; called on all ranks."""
-        self.state = next_refresh(self.state, event).state
+        before, self.state = self.state, next_refresh(self.state, event).state
+        if self.state is not before and _REFRESHES[self.state].is_full and event is not Event.STEP:
+            self.full_reason = _REASONS[event]
         if self.state not in FROM_CHECKPOINT:
             self.loaded_row = None
 

@@ -162,8 +162,7 @@ class AllGatherHook(_Hook):
         # Only now, so that an exception above leaves the refresh due.
         comm.fresh.sent(due, row, nonfinite=replica.nonfinite)
         if due.refresh.is_full:
-            comm.count_full_refresh()
-            self._state.warn_of_full_refreshes(comm)
+            self._state.report_full_refresh(comm)
 
     def _fill(self, output: Tensor) -> None:
         """Fill the output with the weights of all ranks; waits for the refresh."""

@@ -218,7 +218,7 @@ class BucketState(Group):
         assert self.replica is not None
         self.is_changed = False
         self.replica.refresh_fully()
-        self.count_full_refresh()
+        self.count_full_refresh("weights were loaded or copied, or NaN was sent")
 
 
 class MegatronModelState(ModelState):

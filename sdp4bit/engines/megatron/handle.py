@@ -159,7 +159,7 @@ class MegatronCommHandle(CommHandle):
                     # Ranks may start from different random weights, which Megatron's first gather would
                     # equalize.
                     comm.replica.equalize()
-                    comm.count_full_refresh()
+                    comm.count_full_refresh("first use")
             undo.callback(copies.remove)
             copies.install(gradients_quantized=any(comm.reduction is not None for comm in comms))
             stages = pipeline_group(chunks)

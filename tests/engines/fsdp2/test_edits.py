@@ -121,9 +121,43 @@ def check_edits_after_steps() -> None:
     assert run.comm.stats()["full_refreshes"] == 0
 
 
+def check_reasons() -> None:
+    """The log names each refresh in full precision and its reason, which `group_stats` keeps."""
+    run = Run(build(), WHOLE_ROWS, topology=1).train(1)
+
+    def scaled(factor: float) -> None:
+        run.model.reshard()
+        run.model.blocks[1].fc1.weight.data.mul_(factor)
+
+    def switch() -> None:
+        with run.comm.full_precision():
+            pass
+
+    requested = "requested (resync, full_precision, audit), interrupted, or due on another rank"
+    for cause, reason in (
+        (run.comm.resync, requested),
+        (switch, requested),
+        (lambda: run.model.load_state_dict(run.model.state_dict()), "weights were loaded"),
+        (lambda: scaled(1.5), "weights changed by more than 1/128 of their norm"),
+        (lambda: scaled(float("nan")), "weights changed by more than 1/128 of their norm"),
+        (
+            lambda: run.model.eval().blocks[1].load_state_dict({}, strict=False),
+            "weights were loaded, in evaluation",
+        ),
+    ):
+        cause()
+        with mock.patch.object(events.logger, "info") as log:
+            run.evaluate()
+        group = run.comm.group_stats()[2]
+        assert group["full_refresh_reason"] == reason, (reason, group)
+        assert (1, "blocks.1", group["full_refresh_reason"]) in [call.args[1:] for call in log.call_args_list]
+    assert group["full_refreshes"] == 6
+
+
 @on_ranks(2)
 def test_edits_are_sent_by_their_size_and_steps_hold_them() -> None:
     check_sizes()
+    check_reasons()
     check_edits_after_steps()
 
 
