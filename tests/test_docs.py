@@ -4,10 +4,12 @@ Layer: files; one process builds the site."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from html.parser import HTMLParser
@@ -42,6 +44,23 @@ def anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", markdown(path), re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+def _constants(path: Path) -> Iterator[str]:
+    """Yield the strings of a module; a sentence that is cut by values is several of them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_that_are_explained_are_those_of_the_library() -> None:
+    texts = [text for path in (ROOT / "sdp4bit").rglob("*.py") for text in _constants(path)]
+    known = [*texts, *vars(sdp4bit), "Missing key in checkpoint state_dict: comm.format_version"]  # torch's
+    cells = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(cells) > 10
+    for cell in cells:
+        for part in re.split(r"3", cell.split("`")[1]):
+            assert any(part.strip() in text for text in known), cell
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
