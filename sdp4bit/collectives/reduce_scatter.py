@@ -372,18 +372,10 @@ class QuantizedReduceScatter:
                     rounding=keys[i],
                     dither=dithers[i],
                     skip=own,
+                    own=totals[i],
+                    hadamard=self.hadamard,
+                    multiplier=inverse,
                 )
-                if (total := totals[i]) is not None:
-                    dither = dithers[i]
-                    ops.dequantize_reduce_hadamard(
-                        arrived[i],
-                        out=total,
-                        layout=before[i],
-                        hadamard=self.hadamard,
-                        multiplier=inverse,
-                        dither=dither and dither.at_row(last.own),
-                        part=last.own,
-                    )
             # `sent` and `received` are the messages of this hop from here on. Those of the first hop may be
             # reused: this stream has read them.
             transfer, received = self._start(last, sent, layout, index=index, overlaps=overlaps)

@@ -28,6 +28,7 @@ from sdp4bit.quantization.checks import (
     check_index,
     check_layout,
     check_messages,
+    check_own,
     check_rounding,
     check_values,
 )
@@ -130,7 +131,13 @@ def use_backend(name: BackendName) -> Iterator[None]:
 
 
 def subtract_quantize(
-    main: Tensor, *, replica: Tensor | None, out: Tensor, layout: MessageLayout, clip: float = 1.0
+    main: Tensor,
+    *,
+    replica: Tensor | None,
+    out: Tensor,
+    layout: MessageLayout,
+    clip: float = 1.0,
+    nonfinite: Tensor | None = None,
 ) -> None:
     """Quantize main - replica (paper algorithm 2), or main if there is no replica, into a message.
 
@@ -141,6 +148,7 @@ def subtract_quantize(
         layout: of n values, one part. Values are rounded to nearest.
         clip: fraction of a group's largest magnitude that the largest code represents, 0.1 to 1. Larger
             values saturate. It is not sent, because the scale includes it.
+        nonfinite: bool scalar; set to True if a group of the message is not finite.
 
     Raises:
         ValueError: shapes, dtypes, devices or numbers do not match; this applies to all operators.
@@ -158,8 +166,16 @@ def subtract_quantize(
     if replica is not None:
         check_values("replica", replica, messages=out)
     check_clip(clip)
+    if nonfinite is not None:
+        if nonfinite.dtype != torch.bool or nonfinite.dim():
+            raise ValueError(
+                f"nonfinite must be a bool scalar, got {nonfinite.dtype} {list(nonfinite.shape)}"
+            )
+        check_device("nonfinite", nonfinite, messages=out)
     with profiler_range("sdp4bit::subtract_quantize"):
-        _backend(out, layout).subtract_quantize(main, replica=replica, out=out, layout=layout, clip=clip)
+        _backend(out, layout).subtract_quantize(
+            main, replica=replica, out=out, layout=layout, clip=clip, nonfinite=nonfinite
+        )
 
 
 def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
@@ -232,6 +248,9 @@ def dequantize_reduce_quantize(
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
     skip: int | None = None,
+    own: Tensor | None = None,
+    hadamard: bool = False,
+    multiplier: float = 1.0,
 ) -> None:
     """Sum messages and quantize each part of the sum into a message (paper algorithm 3, steps 4 and 5).
 
@@ -244,6 +263,8 @@ def dequantize_reduce_quantize(
         dither: key of messages with subtractive dither, None for others. Message i is from sender i, whatever
             the key's own sender, and part i is row i.
         skip: index of a message that is not written.
+        own: fp32 [n], contiguous; receives part `skip` of the sum like the output of
+            dequantize_reduce_hadamard, with these `hadamard` and `multiplier`.
     """
     if out.dim() != 2:
         raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
@@ -256,6 +277,10 @@ def dequantize_reduce_quantize(
     check_rounding(rounding, rows=parts, numel=sent.numel)
     check_dither(dither, rows=parts, numel=received.numel)
     check_index("skip", skip, count=parts)
+    if own is not None:
+        check_own(own, numel=sent.numel, messages=messages)
+        if skip is None:
+            raise ValueError("own needs skip, the part that it receives")
     with profiler_range("sdp4bit::dequantize_reduce_quantize"):
         _backend(out, received, sent).dequantize_reduce_quantize(
             messages,
@@ -265,6 +290,9 @@ def dequantize_reduce_quantize(
             rounding=rounding,
             dither=dither,
             skip=skip,
+            own=own,
+            hadamard=hadamard,
+            multiplier=multiplier,
         )
 
 
@@ -305,9 +333,7 @@ def dequantize_reduce_hadamard(
     check_dither(dither, rows=1, numel=layout.numel)
     check_index("skip", skip, count=messages.shape[0])
     if own is not None:
-        if own.dtype != torch.float32 or own.shape != (numel,) or not own.is_contiguous():
-            raise ValueError(f"own must be contiguous fp32 [{numel}], got {own.dtype} {list(own.shape)}")
-        check_device("own", own, messages=messages)
+        check_own(own, numel=numel, messages=messages)
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=messages)
     with profiler_range("sdp4bit::dequantize_reduce_hadamard"):

@@ -256,10 +256,15 @@ def subtract_quantize(
     out: Tensor,
     layout: MessageLayout,
     clip: float,
+    nonfinite: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
     difference = main.float() if replica is None else main.float() - replica.float()
-    encode(_pad(difference.view(1, 1, -1), layout), out.unsqueeze(0), layout, None, clip)
+    message = out.unsqueeze(0)
+    encode(_pad(difference.view(1, 1, -1), layout), message, layout, None, clip)
+    if nonfinite is not None:
+        numbers = _scales_of(message, layout) if layout.format.has_scales else decode(message, layout)
+        nonfinite |= numbers.isfinite().logical_not_().any()
 
 
 def dequantize_add(
@@ -300,10 +305,17 @@ def dequantize_reduce_quantize(
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
     skip: int | None = None,
+    own: Tensor | None = None,
+    hadamard: bool = False,
+    multiplier: float = 1.0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
     total = _reduce(messages, received, dither, first=0, count=received.parts)
     _encode_others(total.unsqueeze(1), out, sent, rounding, skip)
+    if own is not None:
+        assert skip is not None
+        result = hadamard32(total[skip]) if hadamard else total[skip]
+        own.copy_(result[: received.numel] * torch.tensor(multiplier, dtype=torch.float32))
 
 
 def dequantize_reduce_hadamard(

@@ -213,6 +213,8 @@ def _dequantize_reduce_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]
     messages = draw(received_messages(draw(counts), received))
     out = guarded_messages(parts, sent)
     named = {"rounding": draw(roundings), "dither": draw(dithers), "skip": draw(_index(parts))}
+    if named["skip"] is not None and draw(st.booleans()):
+        named |= {"own": torch.full((numel,), math.nan), "hadamard": draw(transforms), "multiplier": 1 / 96}
     return messages, {"received": received, "out": out, "sent": sent, **named}
 
 

@@ -130,6 +130,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (REQUANTIZE, {"sent": layout_of(128, 8, 64)}, ["out", "144", "[3, 80]"]),
     (REQUANTIZE, {"sent": layout_of(64, 8, 64)}, ["received", "numel=64", "numel=128"]),
     (REQUANTIZE, {"out": messages(4, LAYOUT)}, ["out must hold 3 messages, got 4"]),
+    (REQUANTIZE, {"own": torch.zeros(128)}, ["own needs skip"]),
     (REQUANTIZE, {"skip": 3}, ["skip=3 must be from 0 to 2"]),
     (HADAMARD, {"skip": 2}, ["skip=2 must be from 0 to 1"]),
     (HADAMARD, {"blocks": torch.zeros(3).long()}, ["blocks", "int64 [4]", "numel=128", "[3]"]),

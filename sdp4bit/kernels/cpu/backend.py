@@ -218,6 +218,7 @@ def subtract_quantize(
     out: Tensor,
     layout: MessageLayout,
     clip: float,
+    nonfinite: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
     main = _readable(main)
@@ -230,7 +231,7 @@ def subtract_quantize(
         layout.numel, layout.padded_numel, 1, 1, _NO_INDEX, 0,
         out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
         layout.groups, layout.group_size, _step(layout, clip),
-        *_rounding_numbers(None),
+        *_rounding_numbers(None), _address(nonfinite),
         work=layout.numel, layout=layout,
     )  # fmt: skip
 
@@ -281,7 +282,7 @@ def hadamard_quantize(
         layout.numel, layout.padded_numel, destinations, layout.parts, _index(skip), _address(blocks),
         out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
         layout.nbytes, layout.groups, layout.group_size, _step(layout),
-        *_rounding_numbers(rounding),
+        *_rounding_numbers(rounding), 0,
         work=destinations * layout.parts * layout.numel, layout=layout,
     )  # fmt: skip
 
@@ -294,7 +295,10 @@ def dequantize_reduce_quantize(
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
-    skip: int | None,
+    skip: int | None = None,
+    own: Tensor | None = None,
+    hadamard: bool = False,
+    multiplier: float = 1.0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
     terms, parts = messages.shape[0], received.parts - (skip is not None)
@@ -308,6 +312,17 @@ def dequantize_reduce_quantize(
         *_dither_numbers(dither),
         work=max(terms, 1) * parts * sent.numel, layout=sent, terms=terms,
     )  # fmt: skip
+    if own is not None:
+        assert skip is not None
+        dequantize_reduce_hadamard(
+            messages,
+            out=own,
+            layout=received,
+            hadamard=hadamard,
+            multiplier=multiplier,
+            dither=dither and dither.at_row(skip),
+            part=skip,
+        )
 
 
 def dequantize_reduce_hadamard(
@@ -318,10 +333,10 @@ def dequantize_reduce_hadamard(
     hadamard: bool,
     multiplier: float,
     dither: RoundingKey | None,
-    part: int,
-    skip: int | None,
-    own: Tensor | None,
-    blocks: Tensor | None,
+    part: int = 0,
+    skip: int | None = None,
+    own: Tensor | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
     terms = messages.shape[0]

@@ -22,6 +22,9 @@ from numba.extending import intrinsic, models, register_model
 from sdp4bit.kernels.cpu import formats, tiles, vectors
 from sdp4bit.kernels.cpu.formats import coding_of
 from sdp4bit.kernels.cpu.tiles import (
+    INFINITY,
+    NAN_SCALE,
+    compute_scale,
     encode_tile,
     inline,
     load_values,
@@ -154,19 +157,20 @@ def _clear_padding(out, messages, skip, stride, payload_bytes, nbytes):
 def quantize_rows(thread, threads, parameters):
     """Quantize the rows of a tensor, minus a replica if there is one, transformed if `hadamard`.
 
-    `destinations` does not count the one that is left out, `skip`.
+    `destinations` does not count the one that is left out, `skip`. `nonfinite` is the address of a flag or 0.
     """
     (
         has_replica, hadamard, is_clipped, rounding, has_blocks, coding,
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
         numel, padded, destinations, parts, skip, blocks,
         out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, group_size,
-        step, k0, k1, first, row_stride, mask,
+        step, k0, k1, first, row_stride, mask, nonfinite,
         tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 35)  # fmt: skip
+    ) = _unpack(parameters, 36)  # fmt: skip
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
     tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
+    worst = 0
     for _ in range(tiles):
         destination = row // parts
         part = row - destination * parts
@@ -200,7 +204,9 @@ def quantize_rows(thread, threads, parameters):
                     hadamard, numel - start - whole, spare,
                 )  # fmt: skip
                 peak = record(total + 4 * whole, block, peak)
-            store_u32(largest + 4 * group, largest_lane(peak))
+            found = largest_lane(peak)
+            store_u32(largest + 4 * group, found)
+            worst = max(worst, found)
         message = out + destination * out_stride
         # After the loop over groups, because an int4 byte combines values that are half a group apart.
         encode_tile(
@@ -215,6 +221,10 @@ def quantize_rows(thread, threads, parameters):
         if start >= padded:
             start = 0
             row += 1
+    if nonfinite and (
+        worst >= INFINITY or (coding.has_scales and compute_scale(worst, step)[0] == NAN_SCALE)
+    ):
+        store_u8(nonfinite, 1)
     if thread == 0:
         _clear_padding(out, destinations, skip, out_stride, payload_bytes, nbytes)
 

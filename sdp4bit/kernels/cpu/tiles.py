@@ -41,9 +41,9 @@ from sdp4bit.kernels.cpu.vectors import (
 )
 
 _ABS = 0x7FFFFFFF
-_INFINITY = 0x7F800000
+INFINITY = 0x7F800000
 _TINY = 0x0D800000  # 2**-100
-_NAN_SCALE = 0x7FC0
+NAN_SCALE = 0x7FC0
 _FIXED_POINT = np.float32(65536)
 _HALF = 0x8000
 ZERO = np.float32(0)
@@ -115,14 +115,14 @@ def compute_scale(largest, step):
     """
     if largest < _TINY:
         return 0, ZERO
-    if largest >= _INFINITY:
-        return _NAN_SCALE, ZERO
+    if largest >= INFINITY:
+        return NAN_SCALE, ZERO
     # Adding 0x10003 and truncating 16 bits rounds up with a margin for the rounding of two multiplications,
     # so |x / scale| never exceeds the largest code and codes need no clamp.
     unit = float_from_bits(largest) * float_from_bits(step)
     scale = (bits_from_float(unit) + 0x10003) & 0xFFFF0000
-    if scale >= _INFINITY:
-        return _NAN_SCALE, ZERO
+    if scale >= INFINITY:
+        return NAN_SCALE, ZERO
     return scale >> 16, _FIXED_POINT / float_from_bits(scale)
 
 
@@ -275,7 +275,7 @@ def encode_tile(
         scale, reciprocal = compute_scale(peak, step)
         store_u16(scales + 2 * group, scale)
         store_u32(largest + 4 * group, bits_from_float(reciprocal))
-        if peak >= _INFINITY:
+        if peak >= INFINITY:
             # The conversion of NaN to an integer is undefined, so such a group is encoded as zeros.
             first = group * group_size
             for i in range(first, min(first + group_size, count), 32):

@@ -177,6 +177,7 @@ def _quantize(
     clip: float = 1.0,
     skip: int | None = None,
     blocks: Tensor | None = None,
+    nonfinite: Tensor | None = None,
 ) -> None:
     """Launch the kernel that quantizes rows; strides are between destinations and between parts."""
     groups, slots, tiles = _tile(layout, _warp_size(out.device) * (1 + is_paired))
@@ -191,6 +192,7 @@ def _quantize(
             layout.numel // unit if blocks is None else blocks,
             *(strides[0] // unit, strides[1] // unit),
             *(layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding), skip),
+            None if nonfinite is None else nonfinite.view(torch.uint8),
         ),
         (
             *(unit, FORMATS[layout.format.name], float(clip), _group_blocks(layout), groups, slots),
@@ -207,6 +209,7 @@ def subtract_quantize(
     out: Tensor,
     layout: MessageLayout,
     clip: float,
+    nonfinite: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`.
 
@@ -217,7 +220,8 @@ def subtract_quantize(
     # 4 bits are words of a full chunk.
     per_thread = 16 if FORMATS[layout.format.name].in_words else 8
     place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": per_thread}
-    _quantize(main, replica, out, layout, False, None, **place, is_paired=False, clip=clip)
+    flags = {"is_paired": False, "nonfinite": nonfinite}
+    _quantize(main, replica, out, layout, False, None, **place, **flags, clip=clip)
 
 
 def dequantize_add(
@@ -280,7 +284,10 @@ def dequantize_reduce_quantize(
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
-    skip: int | None,
+    skip: int | None = None,
+    own: Tensor | None = None,
+    hadamard: bool = False,
+    multiplier: float = 1.0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`.
 
@@ -289,19 +296,22 @@ def dequantize_reduce_quantize(
     """
     is_paired = rounding is not None and messages.shape[0] <= _MAX_PAIRED and _in_pairs(sent)
     groups, slots, tiles = _tile(sent, _warp_size(out.device) * (1 + is_paired))
+    unit = math.gcd(_VALUE_UNIT, received.numel)
     _launch(
         reduce_quantize_kernel,
-        (tiles, received.parts - (skip is not None), 1),
-        (messages, out),
+        (tiles, received.parts - (skip is not None and own is None), 1),
+        (messages, messages if own is None else own, out),
         (
             *(messages.shape[0], sent.padded_numel // BLOCK, _message_stride(messages), _message_stride(out)),
             *(received.parts, skip),
             *_rounding_numbers(rounding),
             *_dither_numbers(dither),
+            *(multiplier, received.numel // unit),
         ),
         (
             *(_unrolled(messages.shape[0]), FORMATS[received.format.name], _group_blocks(received)),
             *(FORMATS[sent.format.name], _group_blocks(sent), groups, slots, _mode(rounding), is_paired),
+            *(own is not None, unit, hadamard),
         ),
         _warps(groups * slots, 32 if is_paired else 16, out.device),
     )
