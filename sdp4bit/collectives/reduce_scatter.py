@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,9 +20,12 @@ from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.formats import BLOCK, Bits
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
-from sdp4bit.quantization.layout import JointLayout, MessageLayout, round_up
+from sdp4bit.quantization.layout import JointLayout, MessageLayout, joint_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
+
+_EXPONENT = 0x7F80
+"""The exponent of a bf16 number, or of the upper half of fp32: all ones in NaN and infinities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,19 +114,25 @@ def as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | No
     return rounding.at_row(row)._replace(sender=0)
 
 
-def _count_nonfinite_groups(values: Tensor, group_size: int) -> Tensor:
-    bad = values.isfinite().logical_not_()
-    full = bad.numel() // group_size * group_size
-    return bad[:full].view(-1, group_size).any(1).sum() + bad[full:].any()
-
-
-def count_nonfinite(messages: Tensor, layout: MessageLayout) -> Tensor:
-    """Return the number of non-finite groups (in full precision: values) in messages, uint8 [m, nbytes]."""
+def upper_halves(messages: Tensor, layout: MessageLayout) -> Tensor:
+    """View the upper 16 bits of the scales (in full precision: values) of messages, uint8 [m, nbytes]."""
     if layout.format.has_scales:
-        numbers = messages[:, layout.scales_offset : layout.payload_bytes].view(torch.bfloat16)
-    else:
-        numbers = messages[:, : layout.scales_offset].view(torch.float32)
-    return numbers.isfinite().logical_not_().sum()
+        return messages[:, layout.scales_offset : layout.payload_bytes].view(torch.int16)
+    return messages[:, : layout.scales_offset].view(torch.int16)[:, 1::2]
+
+
+def _largest_of_groups(values: Tensor, group_size: int) -> list[Tensor]:
+    """Return the upper 16 bits of the largest magnitude of each group of fp32 values [n]."""
+    full = values.numel() // group_size * group_size
+    groups = [values[:full].view(-1, group_size), values[full:].view(1, -1)]
+    norms = [torch.linalg.vector_norm(each, math.inf, dim=1) for each in groups if each.numel()]
+    return [each.view(torch.int16)[1::2] for each in norms]
+
+
+def count_nonfinite(upper: Sequence[Tensor]) -> Tensor:
+    """Return the number of NaN and infinities among fp32 or bf16 numbers, by their upper 16 bits in int16."""
+    exponents = torch.cat([each.flatten() for each in upper]) & _EXPONENT
+    return (exponents == _EXPONENT).sum()
 
 
 class QuantizedReduceScatter:
@@ -383,10 +393,10 @@ class QuantizedReduceScatter:
             transfer.wait()
 
         # 4. The own node's part of the sums is in `totals`, or in its message like the others.
-        dithers = self._dithers(last, keys, layout)
-        for i, messages in enumerate(split_messages(received, layout)):
-            if nonfinite is not None:
-                self._count_nonfinite(messages, totals[i], layout.layouts[i], nonfinite)
+        arrived, dithers = split_messages(received, layout), self._dithers(last, keys, layout)
+        if nonfinite is not None:
+            nonfinite += count_nonfinite(self._numbers(arrived, totals, layout))
+        for i, messages in enumerate(arrived):
             ops.dequantize_reduce_hadamard(
                 messages,
                 out=parts[i].output,
@@ -402,20 +412,21 @@ class QuantizedReduceScatter:
     def _layout(self, hop: Hop, parts: Sequence[RowPart]) -> JointLayout:
         """Return the layout of a hop's messages; those in a node carry a row per node."""
         rows = self.topology.nodes if hop.level == "intra" else 1
-        return JointLayout(tuple(hop.layout(part.numel, parts=rows, section=part.section) for part in parts))
+        return joint_layout(tuple(hop.layout(part.numel, parts=rows, section=part.section) for part in parts))
 
-    def _count_nonfinite(
-        self, messages: Tensor, total: Tensor | None, layout: MessageLayout, nonfinite: Tensor
-    ) -> None:
-        """Count the non-finite groups of the messages, or of all but the own one and of the own total."""
-        if total is None:
-            nonfinite += count_nonfinite(messages, layout)
-            return
-        own = self.hops[-1].own
-        nonfinite += _count_nonfinite_groups(total, layout.group_size)
-        for others in (messages[:own], messages[own + 1 :]):
-            if len(others):
-                nonfinite += count_nonfinite(others, layout)
+    def _numbers(
+        self, messages: Sequence[Tensor], totals: Sequence[Tensor | None], layout: JointLayout
+    ) -> list[Tensor]:
+        """Return the upper halves of all numbers that are not finite if a group on the last hop is not."""
+        numbers, own = [], self.hops[-1].own
+        for each, total, part in zip(messages, totals, layout.layouts, strict=True):
+            if total is None:
+                numbers.append(upper_halves(each, part))
+                continue
+            others = each[:own], each[own + 1 :]
+            numbers += [upper_halves(rows, part) for rows in others]
+            numbers += _largest_of_groups(total, part.group_size)
+        return numbers
 
     def _buffer(self, hop: Hop, use: Use, layout: JointLayout, *, index: int, device: torch.device) -> Tensor:
         """Return messages [size, nbytes] from the scratch of the current stream.
