@@ -171,7 +171,8 @@ def _subtract_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
     main = draw(laid_out(draw(tensors((layout.numel,)))))
     replica = draw(st.none() | tensors((layout.numel,)).flatmap(laid_out))
     out = guarded_messages(1, layout)[0]
-    return main, {"replica": replica, "out": out, "layout": layout, "clip": draw(clips)}
+    flag = draw(st.sampled_from([None, torch.zeros((), dtype=torch.bool)]))
+    return main, {"replica": replica, "out": out, "layout": layout, "clip": draw(clips), "nonfinite": flag}
 
 
 @st.composite

@@ -97,6 +97,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (SUBTRACT, {"main": values_of(128).double()}, ["main", "fp32, bf16 or fp16", "torch.float64"]),
     (SUBTRACT, {"replica": torch.zeros(128, dtype=torch.int32)}, ["replica", "torch.int32"]),
     (SUBTRACT, {"layout": layout_of(127, 4, 64)}, ["layout", "numel=128", "numel=127"]),
+    (SUBTRACT, {"nonfinite": torch.zeros(())}, ["nonfinite", "bool scalar", "torch.float32"]),
     (SUBTRACT, {"layout": PARTED}, ["layout", "parts=1", "parts=3"]),
     (ADD, {"replica": values_of(128)}, ["replica", "2-D", "[128]"]),
     (ADD, {"replica": values_of(2, 256)[:, ::2]}, ["replica", "contiguous", "[2, 128]"]),

@@ -22,9 +22,6 @@ from numba.extending import intrinsic, models, register_model
 from sdp4bit.kernels.cpu import formats, tiles, vectors
 from sdp4bit.kernels.cpu.formats import coding_of
 from sdp4bit.kernels.cpu.tiles import (
-    INFINITY,
-    NAN_SCALE,
-    compute_scale,
     encode_tile,
     inline,
     load_values,
@@ -170,7 +167,6 @@ def quantize_rows(thread, threads, parameters):
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
     tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
-    worst = 0
     for _ in range(tiles):
         destination = row // parts
         part = row - destination * parts
@@ -204,15 +200,13 @@ def quantize_rows(thread, threads, parameters):
                     hadamard, numel - start - whole, spare,
                 )  # fmt: skip
                 peak = record(total + 4 * whole, block, peak)
-            found = largest_lane(peak)
-            store_u32(largest + 4 * group, found)
-            worst = max(worst, found)
+            store_u32(largest + 4 * group, largest_lane(peak))
         message = out + destination * out_stride
         # After the loop over groups, because an int4 byte combines values that are half a group apart.
         encode_tile(
             total, count, largest, message + part * code_bytes + (start >> 5) * coding.width,
             message + scales_offset + 2 * (part * groups + start // group_size),
-            coding, group_size, step, is_clipped,
+            coding, group_size, step, is_clipped, nonfinite,
             rounding, (destination * parts + part) * row_stride + first + start, k0, k1, mask, spare,
             0 if has_blocks else source + (count << shift), shift,
             other + (count << replica_shift) if has_replica else 0, replica_shift,
@@ -221,10 +215,6 @@ def quantize_rows(thread, threads, parameters):
         if start >= padded:
             start = 0
             row += 1
-    if nonfinite and (
-        worst >= INFINITY or (coding.has_scales and compute_scale(worst, step)[0] == NAN_SCALE)
-    ):
-        store_u8(nonfinite, 1)
     if thread == 0:
         _clear_padding(out, destinations, skip, out_stride, payload_bytes, nbytes)
 
@@ -262,7 +252,7 @@ def reduce_quantize(thread, threads, parameters):
         encode_tile(
             total, count, largest, message + (start >> 5) * sent.width,
             message + scales_offset + 2 * first_group,
-            sent, group_size, step, 0, rounding, part * row_stride + first + start, k0, k1, mask, spare,
+            sent, group_size, step, 0, 0, rounding, part * row_stride + first + start, k0, k1, mask, spare,
             0, 0, 0, 0,
         )  # fmt: skip
         start += tile

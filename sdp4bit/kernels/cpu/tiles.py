@@ -41,9 +41,9 @@ from sdp4bit.kernels.cpu.vectors import (
 )
 
 _ABS = 0x7FFFFFFF
-INFINITY = 0x7F800000
+_INFINITY = 0x7F800000
 _TINY = 0x0D800000  # 2**-100
-NAN_SCALE = 0x7FC0
+_NAN_SCALE = 0x7FC0
 _FIXED_POINT = np.float32(65536)
 _HALF = 0x8000
 ZERO = np.float32(0)
@@ -115,14 +115,14 @@ def compute_scale(largest, step):
     """
     if largest < _TINY:
         return 0, ZERO
-    if largest >= INFINITY:
-        return NAN_SCALE, ZERO
+    if largest >= _INFINITY:
+        return _NAN_SCALE, ZERO
     # Adding 0x10003 and truncating 16 bits rounds up with a margin for the rounding of two multiplications,
     # so |x / scale| never exceeds the largest code and codes need no clamp.
     unit = float_from_bits(largest) * float_from_bits(step)
     scale = (bits_from_float(unit) + 0x10003) & 0xFFFF0000
-    if scale >= INFINITY:
-        return NAN_SCALE, ZERO
+    if scale >= _INFINITY:
+        return _NAN_SCALE, ZERO
     return scale >> 16, _FIXED_POINT / float_from_bits(scale)
 
 
@@ -250,7 +250,7 @@ def encode_halves(
 
 @inline
 def encode_tile(
-    values, count, largest, codes, scales, coding, group_size, step, is_clipped,
+    values, count, largest, codes, scales, coding, group_size, step, is_clipped, nonfinite,
     rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
@@ -261,21 +261,27 @@ def encode_tile(
     Args:
         step: fp32 bits of one code unit relative to the largest |x|.
         is_clipped: whether values may be beyond the largest code.
+        nonfinite: address of a flag that is set if a group is not finite, or 0.
         upcoming, upcoming_replica: addresses to prefetch, 0 for none.
         shift, replica_shift: 2 for fp32, 1 for bf16.
     """
+    groups = (count + group_size - 1) // group_size
     if not coding.has_scales:
         for i in range(0, count, 32):
             store_f32(codes + 4 * i, load_f32(values + 4 * i))
+        for group in range(groups if nonfinite else 0):
+            if load_scalar_u32(largest + 4 * group) >= _INFINITY:
+                store_u8(nonfinite, 1)
         return
-    groups = (count + group_size - 1) // group_size
     # All scales first, so that the divisions of different groups overlap.
     for group in range(groups):
         peak = load_scalar_u32(largest + 4 * group)
         scale, reciprocal = compute_scale(peak, step)
         store_u16(scales + 2 * group, scale)
         store_u32(largest + 4 * group, bits_from_float(reciprocal))
-        if peak >= INFINITY:
+        if scale == _NAN_SCALE:
+            if nonfinite:
+                store_u8(nonfinite, 1)
             # The conversion of NaN to an integer is undefined, so such a group is encoded as zeros.
             first = group * group_size
             for i in range(first, min(first + group_size, count), 32):
