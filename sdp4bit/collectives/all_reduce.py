@@ -12,7 +12,12 @@ from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows
 from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_places
 from sdp4bit.collectives.pipeline import group_unit, pipelined, run
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart, count_nonfinite
+from sdp4bit.collectives.reduce_scatter import (
+    QuantizedReduceScatter,
+    RowPart,
+    count_nonfinite,
+    upper_halves,
+)
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
 from sdp4bit.collectives.topology import Nodes, Topology
@@ -264,7 +269,7 @@ class QuantizedAllReduce:
                 lengths = [row.shape[1] for row in rows]
                 own = torch.empty(sum(lengths), dtype=torch.float32, device=device).split(lengths)
                 parts = [
-                    RowPart(section=each.section, rows=row, output=output)
+                    RowPart(section=each.section, rows=row, output=output, numel=output.numel())
                     for each, row, output in zip(cut, rows, own, strict=True)
                 ]
                 with profiler_range(f"sdp4bit::reduce_scatter ({self._reduction.name})"):
@@ -278,8 +283,8 @@ class QuantizedAllReduce:
             messages = self._scratch.messages("gather send", 1, layout.nbytes, device=device)
             self._pieces.quantize(own, messages, call=call, row=topology.row, sections=cut)
             if nonfinite is not None:
-                for each, part in zip(split_messages(messages, layout), layout.layouts, strict=True):
-                    nonfinite += count_nonfinite(each, part)
+                sent = split_messages(messages, layout)
+                nonfinite += count_nonfinite([*map(upper_halves, sent, layout.layouts)])
 
             # 3. and 4. All-gather between nodes, among ranks with the same local rank, then in the node. The
             # blocks put message r = node * ranks_per_node + local rank into row r, as step 5 expects.

@@ -11,7 +11,6 @@ from torch import Tensor
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import PendingExchange, all_gather_blocks, start_all_gather_rows
 from sdp4bit.collectives.pipeline import Steps, run
-from sdp4bit.collectives.reduce_scatter import count_nonfinite
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import (
     WHOLE,
@@ -256,9 +255,10 @@ class WeightReplica:
                 self._slot = self._scratch.take_slot()
             own = self._scratch.messages(f"send {self._slot}", 1, layout.nbytes, device=device)
             outs = split_messages(own, layout)
-            for section, replica, part, out in zip(sections, replicas, layout.layouts, outs, strict=False):
-                self.quantize(section.take(row), self._own(replica), out[0], section=section)
-                self.nonfinite |= count_nonfinite(out, part) > 0
+            for section, replica, out in zip(sections, replicas, outs, strict=False):
+                self.quantize(
+                    section.take(row), self._own(replica), out[0], section=section, nonfinite=self.nonfinite
+                )
             if exact:
                 bits = bits.to(rows.dtype)
                 bits = torch.cat([bits[start:end] for start, end in exact]).view(torch.uint8)
@@ -336,13 +336,22 @@ class WeightReplica:
     def _layout_of(self, numel: int, section: Section) -> MessageLayout:
         return section.layout(numel, bits=self.bits, group_size=self.config.group_size)
 
-    def quantize(self, row: Tensor, replica: Tensor, out: Tensor, *, section: Section = WHOLE) -> None:
+    def quantize(
+        self,
+        row: Tensor,
+        replica: Tensor,
+        out: Tensor,
+        *,
+        section: Section = WHOLE,
+        nonfinite: Tensor | None = None,
+    ) -> None:
         """Quantize a section's difference from its replica, or the section itself with mode="direct".
 
         Args:
             row: [n], the section of a rank's main shard, fp32 or in the gathered dtype.
             replica: [n], its replica.
             out: uint8 [nbytes] of the layout.
+            nonfinite: bool scalar, set to True if a group of the message is not finite.
         """
         ops.subtract_quantize(
             row,
@@ -350,6 +359,7 @@ class WeightReplica:
             out=out,
             layout=self._layout_of(row.numel(), section),
             clip=1.0 if section.is_fine else self.config.effective_clip,
+            nonfinite=nonfinite,
         )
 
     def apply(self, messages: Tensor, rows: Tensor, *, section: Section = WHOLE) -> None:

@@ -129,3 +129,9 @@ class JointLayout:
 def message_layout(*, numel: int, bits: Bits, group_size: int, parts: int = 1) -> MessageLayout:
     """Return a cached layout, whose sizes are computed once; see :class:`MessageLayout`."""
     return MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
+
+
+@lru_cache(maxsize=4096)
+def joint_layout(layouts: tuple[MessageLayout, ...]) -> JointLayout:
+    """Return a cached layout, like message_layout."""
+    return JointLayout(layouts)

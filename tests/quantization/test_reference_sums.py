@@ -40,6 +40,26 @@ def test_sum_starts_from_plus_zero_and_adds_in_rank_order() -> None:
     assert total([3]).view(torch.int32).tolist() == [0] * 32  # +0.0 + -0.0 is +0.0
 
 
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_a_message_of_zeros_that_is_skipped_changes_no_bit(hadamard: bool) -> None:
+    layout = MessageLayout(numel=4096 + 33, bits=4, group_size=128)
+    dither = KEY._replace(dither=True)
+    values = values_of(1, 1, layout.numel)
+    values[..., ::7], values[..., 256:512] = 0.0, -0.0
+    messages = torch.zeros(3, layout.nbytes, dtype=torch.uint8)
+    reference.hadamard_quantize(
+        values, out=messages[:1], layout=layout, hadamard=hadamard, rounding=dither._replace(sender=0)
+    )
+    own, results = values_of(layout.numel), []
+    own[::5] = -0.0
+    for skip in (None, 1):
+        results.append(torch.empty(layout.numel))
+        named = {"layout": layout, "hadamard": hadamard, "multiplier": 1 / 96, "dither": dither}
+        reference.dequantize_reduce_hadamard(messages, out=results[-1], **named, skip=skip, own=own)
+        messages[1] = 0xFF  # anything may be in a skipped message
+    assert torch.equal(results[0].view(torch.int32), results[1].view(torch.int32))
+
+
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
 @pytest.mark.parametrize("numel", [32, 200, 1000])
 def test_reduction_equals_the_oracle(bits: float, numel: int) -> None:

@@ -250,7 +250,7 @@ def encode_halves(
 
 @inline
 def encode_tile(
-    values, count, largest, codes, scales, coding, group_size, step, is_clipped,
+    values, count, largest, codes, scales, coding, group_size, step, is_clipped, nonfinite,
     rounding, element, k0, k1, mask, spare,
     upcoming, shift, upcoming_replica, replica_shift,
 ):  # fmt: skip
@@ -261,21 +261,27 @@ def encode_tile(
     Args:
         step: fp32 bits of one code unit relative to the largest |x|.
         is_clipped: whether values may be beyond the largest code.
+        nonfinite: address of a flag that is set if a group is not finite, or 0.
         upcoming, upcoming_replica: addresses to prefetch, 0 for none.
         shift, replica_shift: 2 for fp32, 1 for bf16.
     """
+    groups = (count + group_size - 1) // group_size
     if not coding.has_scales:
         for i in range(0, count, 32):
             store_f32(codes + 4 * i, load_f32(values + 4 * i))
+        for group in range(groups if nonfinite else 0):
+            if load_scalar_u32(largest + 4 * group) >= _INFINITY:
+                store_u8(nonfinite, 1)
         return
-    groups = (count + group_size - 1) // group_size
     # All scales first, so that the divisions of different groups overlap.
     for group in range(groups):
         peak = load_scalar_u32(largest + 4 * group)
         scale, reciprocal = compute_scale(peak, step)
         store_u16(scales + 2 * group, scale)
         store_u32(largest + 4 * group, bits_from_float(reciprocal))
-        if peak >= _INFINITY:
+        if scale == _NAN_SCALE:
+            if nonfinite:
+                store_u8(nonfinite, 1)
             # The conversion of NaN to an integer is undefined, so such a group is encoded as zeros.
             first = group * group_size
             for i in range(first, min(first + group_size, count), 32):
@@ -442,14 +448,15 @@ def write_masks(masks, terms, is_dither):
 
 @inline
 def sum_messages(
-    total, first, count, group, codes, scales, terms, stride, coding, group_size, padded, table, masks, start,
-    is_dither, element, k0, k1, spare,
+    total, first, count, group, codes, scales, terms, skip, stride, coding, group_size, padded, table, masks,
+    start, is_dither, element, k0, k1, spare,
 ):  # fmt: skip
     """Write the sums over the messages of values first .. first + count of a row; return their peaks.
 
     Args:
         group: the group of the first value.
         codes, scales: addresses of the row in the first message; messages are `stride` bytes apart.
+        skip: index of a message that does not count.
         table: memory for one fp32 number per message.
         masks: written by write_masks.
         start: initial value of the sums.
@@ -460,7 +467,8 @@ def sum_messages(
         for i in range(0, count, 32):
             value = splat(start)
             for term in range(terms):
-                value = value + load_f32(codes + term * stride + 4 * (first + i))
+                if term != skip:
+                    value = value + load_f32(codes + term * stride + 4 * (first + i))
             peak = record(total + 4 * i, value, peak)
         return peak
     # Received and sent groups may differ, so the range is split at the bounds of the received groups.
@@ -470,7 +478,9 @@ def sum_messages(
         size = min(group_size, padded - origin)
         begin, end = max(origin, first), min(origin + size, stop)
         for term in range(terms):
-            store_u32(table + 4 * term, load_scalar_u16(scales + term * stride + 2 * group) << 16)
+            # Adding a zero of either sign does not change a sum that starts from +0.
+            scale = load_scalar_u16(scales + term * stride + 2 * group) << 16
+            store_u32(table + 4 * term, 0 if term == skip else scale)
         peak = coding.functions.sum_group(
             total + 4 * (begin - first), codes, origin, size, begin, end, coding, table, masks, terms, stride,
             start, peak, is_dither, element + begin, k0, k1, spare,

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 from sdp4bit.kernels.triton.chunks import (
+    INFINITY_BITS,
+    NAN_SCALE,
     chunks_of,
     codes_and_scales,
     ends_odd,
@@ -50,7 +52,7 @@ from sdp4bit.kernels.triton.random_bits import (
 _RUNTIME = [
     *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks"),
     *("destination_stride", "part_stride", "row_stride", "stride", "out_stride", "multiplier"),
-    *("part", "first_part", "parts_in"),
+    *("part", "parts_in", "skip", "own_numel", "nonfinite"),
     *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in"),
 ]
 
@@ -122,7 +124,7 @@ def quantize_kernel(
     values,
     replica,
     out,
-    numel,  # of a row; like the strides of values in units of UNIT values
+    numel,  # of a row; like the strides of values in units of UNIT values; or the table of its blocks
     destination_stride: tl.int64,
     part_stride: tl.int64,
     blocks,  # of 32 values in a row, with padding
@@ -132,6 +134,8 @@ def quantize_kernel(
     first_block,
     row_blocks,
     sender_mask,  # of dither, or None
+    skip,  # a destination that is left out, or None
+    nonfinite,  # uint8, set to 1 if a group is not finite, or None
     UNIT: tl.constexpr,
     FORMAT: tl.constexpr,
     CLIP: tl.constexpr,
@@ -150,6 +154,8 @@ def quantize_kernel(
     """
     part, parts = tl.program_id(1), tl.num_programs(1)
     destination = tl.program_id(2)
+    if skip is not None:
+        destination += destination >= skip
     start = destination * destination_stride.to(tl.int64) + part * part_stride.to(tl.int64)
     source = values + start * UNIT
     message = out + destination * (out_stride.to(tl.int64) * 16)
@@ -176,6 +182,9 @@ def quantize_kernel(
         bits, reciprocal = compute_scale(largest, FORMAT, CLIP)
         if of(FORMAT, "has_scales"):
             tl.store(scales + group, bits.to(tl.int16), mask=group < places)
+        if nonfinite is not None:
+            is_bad = (largest >= INFINITY_BITS) | (bits == NAN_SCALE)
+            tl.store(nonfinite + tl.zeros_like(group), tl.full(group.shape, 1, tl.uint8), mask=is_bad)
         store_codes(
             codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, sender_mask,
             FORMAT, GROUP, ROUNDING, CLIP,
@@ -247,49 +256,59 @@ def _read_sums(
         return low, high, next_low, next_high
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
-def reduce_quantize_kernel(
-    messages,
-    out,
-    count,
-    blocks,  # of 32 values in a row, with padding
-    stride: tl.int64,  # in units of 16 bytes, like out_stride
-    out_stride: tl.int64,
-    first_part,  # the first received part that is sent
-    parts_in,
-    k0,
-    k1,
-    first_block,
-    row_blocks,
-    sender_mask,  # of dither, or None
-    k0_in,
-    k1_in,
-    first_block_in,  # of the dither of received messages, or None
-    row_blocks_in,
-    COUNT: tl.constexpr,
-    FORMAT_IN: tl.constexpr,
-    GROUP_IN: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    PAIRED: tl.constexpr,
-):
-    """Quantize the sum of each part over all messages into one message per part.
+@triton.jit
+def _write_sums(
+    codes, scales, step, count, blocks, own, out, numel, multiplier, first_block, k0, k1, skip, own_numel,
+    UNIT: tl.constexpr, COUNT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    HADAMARD: tl.constexpr, HAS_OWN: tl.constexpr, OWN_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Write a part's sum over the messages, transformed, times the multiplier, plus the own values.
 
-    A tile is GROUPS sent groups. Each chunk finds its own received codes and scale, so the two group sizes
-    are independent. Long groups are read twice, as above.
+    A tile is ROWS blocks, independent of groups. Both chunks of a block are in one thread, so that the
+    transform needs no exchange. The bytes of an int4 group are read once for each nibble, the second time
+    from the cache.
     """
-    part = tl.program_id(1)
-    step = stride.to(tl.int64) * 16
-    codes_in, scales_in = codes_and_scales(messages, first_part + part, parts_in, blocks, FORMAT_IN, GROUP_IN)
-    message = out + part * (out_stride.to(tl.int64) * 16)
+    for tile in range(tl.program_id(0), tl.cdiv(blocks, ROWS), tl.num_programs(0)):
+        block = tile * ROWS + tl.arange(0, ROWS)
+        mask = block < blocks
+        low_chunk = block * 2
+        high_chunk = low_chunk + 1
+        low_dither = None
+        high_dither = None
+        if first_block is not None:
+            low_dither, high_dither = draw_dithers(first_block + block, k0, k1)
+        low = sum_messages(
+            codes, scales, step, count, low_chunk, blocks, mask, low_dither,
+            FORMAT, GROUP, COUNT, True, skip,
+        )  # fmt: skip
+        high = sum_messages(
+            codes, scales, step, count, high_chunk, blocks, mask, high_dither,
+            FORMAT, GROUP, COUNT, True, skip,
+        )  # fmt: skip
+        if HADAMARD:
+            low = mix16(low)
+            high = mix16(high)
+            difference = low - high
+            low = low + high
+            high = difference
+        low *= multiplier
+        high *= multiplier
+        if HAS_OWN:
+            low += load_values(own, low_chunk, mask, own_numel, OWN_UNIT)
+            high += load_values(own, high_chunk, mask, own_numel, OWN_UNIT)
+        store_values(out, low_chunk, low, mask, numel, UNIT)
+        store_values(out, high_chunk, high, mask, numel, UNIT)
+
+
+@triton.jit
+def _quantize_sums(
+    codes_in, scales_in, step, count, blocks, message, random, k0, k1, sender_mask, random_in, k0_in, k1_in,
+    COUNT: tl.constexpr, FORMAT_IN: tl.constexpr, GROUP_IN: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROUNDING: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Quantize the sum of a part over all messages into a message; the loop of reduce_quantize_kernel."""
     codes, scales = codes_and_scales(message, 0, 1, blocks, FORMAT, GROUP)
-    random = first_block + part * row_blocks
-    random_in = None
-    if first_block_in is not None:
-        random_in = first_block_in + part * row_blocks_in
     places = scale_slots(0, 1, blocks, FORMAT, GROUP)
     slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
@@ -325,6 +344,73 @@ def reduce_quantize_kernel(
                     codes, again, reciprocal, group, slot + i, blocks, is_odd, random, k0, k1, sender_mask,
                     FORMAT, GROUP, ROUNDING,
                 )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def reduce_quantize_kernel(
+    messages,
+    own,
+    out,
+    count,
+    blocks,  # of 32 values in a row, with padding
+    stride: tl.int64,  # in units of 16 bytes, like out_stride
+    out_stride: tl.int64,
+    parts_in,
+    skip,  # a part that is left out, or written to `own`, or None
+    k0,
+    k1,
+    first_block,
+    row_blocks,
+    sender_mask,  # of dither, or None
+    k0_in,
+    k1_in,
+    first_block_in,  # of the dither of received messages, or None
+    row_blocks_in,
+    multiplier,
+    own_numel,  # in units of OWN_UNIT values
+    COUNT: tl.constexpr,
+    FORMAT_IN: tl.constexpr,
+    GROUP_IN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    PAIRED: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    OWN_UNIT: tl.constexpr,
+    HADAMARD: tl.constexpr,
+):
+    """Quantize the sum of each part over all messages into one message per part.
+
+    A tile is GROUPS sent groups. Each chunk finds its own received codes and scale, so the two group sizes
+    are independent. Long groups are read twice, as above.
+    """
+    part = tl.program_id(1)
+    if skip is not None and not HAS_OWN:
+        part += part >= skip
+    step = stride.to(tl.int64) * 16
+    codes_in, scales_in = codes_and_scales(messages, part, parts_in, blocks, FORMAT_IN, GROUP_IN)
+    random_in = None
+    if first_block_in is not None:
+        random_in = first_block_in + part * row_blocks_in
+    # Threads of the own part process a block each, as many as those of the others.
+    ROWS: tl.constexpr = GROUPS * SLOTS // 2 if PAIRED else GROUPS * SLOTS
+    is_own = False
+    if HAS_OWN:
+        is_own = part == skip
+    if is_own:
+        _write_sums(
+            codes_in, scales_in, step, count, blocks, own, own, own_numel, multiplier,
+            random_in, k0_in, k1_in, None, own_numel,
+            OWN_UNIT, COUNT, FORMAT_IN, GROUP_IN, ROWS, HADAMARD, False, OWN_UNIT,
+        )  # fmt: skip
+    else:
+        _quantize_sums(
+            codes_in, scales_in, step, count, blocks, out + part * (out_stride.to(tl.int64) * 16),
+            first_block + part * row_blocks, k0, k1, sender_mask, random_in, k0_in, k1_in,
+            COUNT, FORMAT_IN, GROUP_IN, FORMAT, GROUP, GROUPS, SLOTS, ROUNDING, PAIRED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -374,8 +460,9 @@ def dequantize_kernel(
 @triton.jit(do_not_specialize=_RUNTIME)
 def reduce_hadamard_kernel(
     messages,
+    own,
     out,
-    numel,  # in units of UNIT values
+    numel,  # in units of UNIT values, or the table of the blocks of the output
     count,
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
@@ -385,47 +472,21 @@ def reduce_hadamard_kernel(
     k0_in,
     k1_in,
     first_block_in,  # of dither, or None
+    skip,  # a message that is left out and not counted, or None
+    own_numel,  # in units of OWN_UNIT values
     UNIT: tl.constexpr,
     COUNT: tl.constexpr,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HADAMARD: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    OWN_UNIT: tl.constexpr,
 ):
-    """Write a part's sum over all messages, transformed, times the multiplier, or add it to the output.
-
-    A tile is ROWS blocks, independent of groups. Both chunks of a block are in one thread, so that the
-    transform needs no exchange. The bytes of an int4 group are read once for each nibble, the second time
-    from the cache.
-    """
-    step = stride.to(tl.int64) * 16
+    """Write a part's sum over the messages to the output; see _write_sums."""
     codes, scales = codes_and_scales(messages, part, parts_in, blocks, FORMAT, GROUP)
-    for tile in range(tl.program_id(0), tl.cdiv(blocks, ROWS), tl.num_programs(0)):
-        block = tile * ROWS + tl.arange(0, ROWS)
-        mask = block < blocks
-        low_chunk = block * 2
-        high_chunk = low_chunk + 1
-        low_dither = None
-        high_dither = None
-        if first_block_in is not None:
-            low_dither, high_dither = draw_dithers(first_block_in + block, k0_in, k1_in)
-        low = sum_messages(
-            codes, scales, step, count, low_chunk, blocks, mask, low_dither, FORMAT, GROUP, COUNT, True
-        )
-        high = sum_messages(
-            codes, scales, step, count, high_chunk, blocks, mask, high_dither, FORMAT, GROUP, COUNT, True
-        )
-        if HADAMARD:
-            low = mix16(low)
-            high = mix16(high)
-            difference = low - high
-            low = low + high
-            high = difference
-        low *= multiplier
-        high *= multiplier
-        if ACCUMULATE:
-            low += load_values(out, low_chunk, mask, numel, UNIT)
-            high += load_values(out, high_chunk, mask, numel, UNIT)
-        store_values(out, low_chunk, low, mask, numel, UNIT)
-        store_values(out, high_chunk, high, mask, numel, UNIT)
+    _write_sums(
+        codes, scales, stride.to(tl.int64) * 16, count, blocks, own, out, numel, multiplier,
+        first_block_in, k0_in, k1_in, skip, own_numel,
+        UNIT, COUNT, FORMAT, GROUP, ROWS, HADAMARD, HAS_OWN, OWN_UNIT,
+    )  # fmt: skip

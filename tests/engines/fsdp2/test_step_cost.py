@@ -5,6 +5,7 @@ Layer: one process, one rank of a job on simulated GPUs (`tests.engines.simulate
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.engines.fsdp2.events import FSDPModelState
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook
+from tests import ROOT
+from tests.engines import launches
 from tests.engines.simulated_cuda import Kernels, simulate
 from tests.engines.stream_scenarios import (
     FULL,
@@ -30,8 +33,10 @@ from tests.engines.stream_scenarios import (
 from tests.engines.stream_simulator import Event, Simulator, running
 from tests.ranks import on_ranks
 
-PRELOAD = ["tests.engines.stream_scenarios"]
+PRELOAD = ["tests.engines.stream_scenarios", "tests.engines.launches"]
 GROUPS = 5
+LAUNCHES_PER_GROUP = 33
+"""Budget of the default configuration beyond plain FSDP2."""
 SLOW = pytest.mark.slow
 FULL_PRECISION = weights(bits=None, replica="full")
 
@@ -79,6 +84,17 @@ def test_measuring_takes_few_calls_before_the_first_unshard_and_no_timed_event()
     assert made.called and not any(call.kwargs.get("enable_timing") for call in made.call_args_list)
 
 
+# -- launches -----------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_launches_of_a_step_are_within_the_budget_and_those_of_the_documentation() -> None:
+    counts, waits = launches.count_launches()
+    documented = json.loads((ROOT / "results" / "launches.json").read_text())
+    assert counts == documented["launches"], launches.table_of(counts)
+    assert counts.total() <= LAUNCHES_PER_GROUP * launches.GROUPS and waits == 0, launches.table_of(counts)
+
+
 # -- unshard ------------------------------------------------------------------------------------------
 
 
@@ -99,7 +115,7 @@ def test_a_group_is_refreshed_by_two_launches_whatever_the_number_of_ranks(confi
             run.train(1)
         collectives = [str(each.alike[0]) for each in sim.collectives[sent:]]
     assert operators["subtract_quantize"] == operators["dequantize_add"] == GROUPS
-    assert operators.total() == 6 * GROUPS  # the own node's part of a gradient is taken by itself
+    assert operators.total() == 5 * GROUPS
     assert collectives.count("all_to_all") == 2 * GROUPS
 
 
