@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.sections import Range
+from sdp4bit.collectives.sections import Range, pieces_of
 from sdp4bit.collectives.work import HostCopy
 from sdp4bit.engines.fsdp2.view import FSDPGroup
-from sdp4bit.quantization.checksum import checksum
+from sdp4bit.quantization import ops
 
 
 class State(Enum):
@@ -215,8 +215,9 @@ class Freshness:
         if has_stepped and not frozen:
             return None
         row = self._group.main_shard(self._dtype)
-        is_edited = _checksum(row, frozen) != before[1]
-        return is_edited if has_stepped else is_edited | (_checksum(row, trained) != before[0])
+        first = int(has_stepped)
+        sums = _add_checksums(row, (trained, frozen)[first:], torch.zeros_like(before[first:]))
+        return (sums != before[first:]).any()
 
     def flags(self, *, edited: bool, is_torn: bool, has_gradients: bool) -> Flags:
         """Return the events that this rank has seen; `edited` is the result of `find_edits`."""
@@ -323,12 +324,11 @@ class Freshness:
         if due.ranges is None and due.trained != self.trained:
             self._set_trained(due.trained)
         trained, frozen = self._parts
-        if before is None or is_full or due.ranges is None:
-            unchanged = _checksum(row, frozen)
-        else:
+        sums = row.new_zeros(2, dtype=torch.int64)
+        if frozen and before is not None and not is_full and due.ranges is not None:
             # A difference of the rest has not sent an edit of the frozen part, which must still be detected.
-            unchanged = before[1]
-        self._checksums, self._dtype = torch.stack([_checksum(row, trained), unchanged]), row.dtype
+            sums[1], frozen = before[1], []
+        self._checksums, self._dtype = _add_checksums(row, (trained, frozen), sums), row.dtype
 
     def _set_trained(self, trained: frozenset[int]) -> None:
         """Set the segments that are trainable at a refresh; the others are frozen and not sent."""
@@ -336,11 +336,13 @@ class Freshness:
         self.trained, self._parts = trained, (row.ranges(trained), row.ranges(row.everything - trained))
 
 
-def _checksum(row: Tensor, ranges: Sequence[Range]) -> Tensor:
-    pieces = [row[start:end] for start, end in ranges]
-    if not pieces:
-        return row.new_zeros((), dtype=torch.int64)
-    return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+def _add_checksums(row: Tensor, parts: Sequence[Sequence[Range]], sums: Tensor) -> Tensor:
+    """Add the checksums of parts of a row [n] to sums, int64 [parts], and return these."""
+    for ranges, out in zip(parts, sums, strict=True):
+        if ranges:
+            pieces = pieces_of(row, ranges)
+            ops.add_checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces), out=out)
+    return sums
 
 
 def _is_on_host(group: FSDPGroup) -> bool:
