@@ -157,7 +157,8 @@ class Freshness:
         self._checksums: Tensor | None = None
         self._dtype = torch.float32
         self._nonfinite: HostCopy | None = None
-        self._is_accumulating = False  # the last forward only accumulated gradients
+        self._comparisons: list[HostCopy] = []  # with these checksums, on their way to the host
+        self._is_accumulating = False  # the last forward was in training and only accumulated gradients
         self.full_in_a_row = 0
         # From a checkpoint, until the next refresh: the replica's row of this rank's shard, and fingerprints
         # of the main shards when they were saved, int64 [segments, slots of this rank].
@@ -196,16 +197,19 @@ class Freshness:
 
     # -- agreement of the ranks -------------------------------------------------------------------------
 
-    def may_wait(self) -> bool:
-        """Return whether the host may wait for the checksums of `find_edits`; called once per forward."""
-        # A GPU would be waited for in every micro-batch of an accumulation. The forward whose gradients are
-        # reduced finds an edit between two of them.
+    def find_edits(self) -> Tensor | None:
+        """Compare the weights with those of the last refresh; called once per forward.
+
+        Returns:
+            Whether they differ, a bool scalar on the device; None if unknown or if the host does not wait.
+        """
         group, was_accumulating = self._group, self._is_accumulating
         self._is_accumulating = group.module.training and not group.reduces_gradients
-        return _is_on_host(group) or not (self._is_accumulating and was_accumulating)
-
-    def find_edits(self) -> Tensor | None:
-        """Return whether weights differ from those of the last refresh, a bool scalar; None if unknown."""
+        # A GPU would be waited for in every micro-batch after one whose gradients are not reduced. The last
+        # one finds an edit between them, and the first forward after the result has arrived sends it.
+        may_wait = _is_on_host(group) or not (was_accumulating and group.module.training)
+        if not may_wait and self._is_accumulating:
+            return None
         before = self._checksums
         if self.state not in (State.CURRENT, State.STEPPED) or before is None:
             return None
@@ -217,16 +221,22 @@ class Freshness:
         row = self._group.main_shard(self._dtype)
         first = int(has_stepped)
         sums = _add_checksums(row, (trained, frozen)[first:], torch.zeros_like(before[first:]))
-        return (sums != before[first:]).any()
+        is_edited = (sums != before[first:]).any()
+        if may_wait:
+            return is_edited
+        self._comparisons.append(HostCopy(is_edited))
+        return None
 
     def flags(self, *, edited: bool, is_torn: bool, has_gradients: bool) -> Flags:
         """Return the events that this rank has seen; `edited` is the result of `find_edits`."""
         # The host does not wait for the flag of the device: one that arrives late counts in the next step.
         nonfinite = None if self._nonfinite is None else self._nonfinite.arrived()
+        late = [(copy, copy.arrived()) for copy in self._comparisons]
+        self._comparisons = [copy for copy, found in late if found is None]
         return Flags(
             full_due=is_torn or self.state in (State.NEVER, State.FULL_DUE),
             stepped=self.seen.has_stepped or self.state in (State.STEPPED, State.LOADED_STEPPED),
-            edited=edited,
+            edited=edited or any(bool(found) for _, found in late if found is not None),
             loaded=self.seen.was_loaded,
             nonfinite=nonfinite is not None and bool(nonfinite),
             # Training in eval mode, which only switches dropout off, has gradients.
