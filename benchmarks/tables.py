@@ -351,10 +351,13 @@ class Results:
             return f"{min(gains):.1f} to {max(gains):.1f}"
         if name == "lora":
             return self._lora()
+        if name == "launches":
+            result = self._read("launches.json")
+            return f"{sum(result['launches'].values()) / result['groups']:.0f}"
         if name == "summary":
             return self._summary()
         raise ValueError(
-            f"<!-- result {name} --> names no result: use summary, lora, loss-STRATEGY or gain-GBIT"
+            f"<!-- result {name} --> names no result: use summary, lora, launches, loss-STRATEGY or gain-GBIT"
         )
 
     def _loss(self, strategy: str) -> str:

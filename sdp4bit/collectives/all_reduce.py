@@ -264,7 +264,7 @@ class QuantizedAllReduce:
                 lengths = [row.shape[1] for row in rows]
                 own = torch.empty(sum(lengths), dtype=torch.float32, device=device).split(lengths)
                 parts = [
-                    RowPart(section=each.section, rows=row, output=output)
+                    RowPart(section=each.section, rows=row, output=output, numel=output.numel())
                     for each, row, output in zip(cut, rows, own, strict=True)
                 ]
                 with profiler_range(f"sdp4bit::reduce_scatter ({self._reduction.name})"):

@@ -89,6 +89,7 @@ def start_all_to_all(
     group: ProcessGroup,
     *,
     overlaps: bool = False,
+    skips_own: bool = False,
     tag: int = 0,
     what: str = "all-to-all",
 ) -> PendingExchange:
@@ -98,6 +99,7 @@ def start_all_to_all(
         received, sent: [group size, row], contiguous rows, same dtype.
         overlaps: on CUDA, use the communicator's stream because the current stream gets other work before it
             waits. Otherwise the transfer runs on the current stream, which saves the synchronization.
+        skips_own: this rank's own row need not be copied.
         tag: identifies exchanges that are in flight in the same group.
         what: description for errors.
     """
@@ -112,8 +114,9 @@ def start_all_to_all(
         # All receives before the first send: see the top of the module.
         works = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers]
         works += [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers]
-    # While the transfers are in flight; none of them uses this row.
-    received[rank].copy_(sent[rank])
+    if not skips_own:
+        # While the transfers are in flight; none of them uses this row.
+        received[rank].copy_(sent[rank])
     return PendingExchange(works, what=what, group=group, peers=peers * 2)
 
 
@@ -232,9 +235,19 @@ class GroupExchange:
         return self._scratch.messages(f"{level} {use} {turn}", count, nbytes, device=device)
 
     def start(
-        self, received: Tensor, sent: Tensor, *, level: Level, tag: int, overlaps: bool, what: str
+        self,
+        received: Tensor,
+        sent: Tensor,
+        *,
+        level: Level,
+        tag: int,
+        overlaps: bool,
+        skips_own: bool,
+        what: str,
     ) -> PendingExchange:
         """Start an all-to-all among the ranks of a level; see `start_all_to_all`."""
         group = self._topology.intra if level == "intra" else self._topology.inter
         assert group is not None
-        return start_all_to_all(received, sent, group, overlaps=overlaps, tag=tag, what=what)
+        return start_all_to_all(
+            received, sent, group, overlaps=overlaps, skips_own=skips_own, tag=tag, what=what
+        )

@@ -42,17 +42,38 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPart:
-    """One section of the rows to reduce."""
+    """Values of one section of the rows to reduce."""
 
     section: Section
     rows: Tensor  # [size, m], row r for group rank r; contiguous rows, any stride between them
     output: Tensor  # [m], contiguous: receives this rank's row of the sum
-    target: Tensor | None = None
-    """[n], the row that `finish` copies the output to; None if the output is a view of it."""
+    numel: int  # values of the section
+    first: int = 0  # number of the first value in the section
+    blocks: Tensor | None = None
+    """Places of the values in the rows and the output, if they are longer; see `ops.hadamard_quantize`."""
 
-    def finish(self) -> None:
-        if self.target is not None:
-            self.section.put(self.output, self.target)
+    def within(self, places: slice) -> RowPart:
+        """Return the values of these places of the section, which begin at a multiple of 32."""
+        numel, first, rows, output, blocks = (
+            places.stop - places.start,
+            places.start,
+            self.rows,
+            self.output,
+            self.blocks,
+        )
+        if numel == self.numel:
+            return self
+        if blocks is None:
+            rows, output = rows[..., places], output[places]
+        else:
+            blocks = blocks[first // BLOCK : -(-places.stop // BLOCK)]
+        return replace(self, rows=rows, output=output, numel=numel, first=first, blocks=blocks)
+
+    def new_total(self) -> Tensor:
+        """Return fp32 [numel] for the own node's part of the sum: the output itself, if possible."""
+        if self.blocks is None and self.output.dtype is torch.float32:
+            return self.output
+        return torch.empty(self.numel, dtype=torch.float32, device=self.output.device)
 
 
 def _hops(topology: Topology, config: GradientConfig) -> list[Hop]:
@@ -87,15 +108,6 @@ def as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | No
     if rounding is None or not rounding.dither:
         return None
     return rounding.at_row(row)._replace(sender=0)
-
-
-def _at_row(key: RoundingKey | None, row: int) -> RoundingKey | None:
-    return key and key.at_row(row)
-
-
-def _in_fp32(output: Tensor) -> Tensor:
-    """Return the output itself if it is fp32, else a temporary for its sum."""
-    return output if output.dtype is torch.float32 else torch.empty_like(output, dtype=torch.float32)
 
 
 def _count_nonfinite_groups(values: Tensor, group_size: int) -> Tensor:
@@ -163,7 +175,8 @@ class QuantizedReduceScatter:
         self._rank_step = rank_step
         self.bucket = bucket
         self.traffic = traffic or topology.counter()
-        self.exchange = exchange or GroupExchange(topology, scratch or Scratch())
+        self._scratch = scratch or Scratch()
+        self.exchange = exchange or GroupExchange(topology, self._scratch)
         self.name = name or f"group {bucket}"
 
     @property
@@ -225,10 +238,14 @@ class QuantizedReduceScatter:
         rows = input.view(size, numel)
         parts = []
         for section in sections or whole_row(numel):
-            is_view = len(section.ranges) == 1
-            place = section.take(output) if is_view else output.new_empty(section.numel)
-            target = None if is_view else output
-            parts.append(RowPart(section=section, rows=section.take(rows), output=place, target=target))
+            chosen, place, blocks = rows, output, None
+            if len(section.ranges) == 1:
+                chosen, place = section.take(rows), section.take(output)
+            else:
+                blocks = self._scratch.table(section.blocks, device=output.device)
+            parts.append(
+                RowPart(section=section, rows=chosen, output=place, numel=section.numel, blocks=blocks)
+            )
         self.traffic.count_plain(output.nbytes)
         return parts
 
@@ -249,13 +266,14 @@ class QuantizedReduceScatter:
         """
         if not parts:
             return []
-        lengths = [part.output.numel() for part in parts]
+        lengths = [part.numel for part in parts]
         places = [[(number, slice(0, numel)) for number, numel in enumerate(lengths)]]
         if not whole:
             places = slice_places(lengths, config=self.config, grid=self.topology.layout)
         return [
             self._reduce_slice(
-                [(parts[i], there) for i, there in chosen],
+                [parts[i].within(there) for i, there in chosen],
+                strides=[round_up(lengths[i], BLOCK) for i, _ in chosen],
                 index=index,
                 call=call,
                 multiplier=multiplier,
@@ -267,15 +285,16 @@ class QuantizedReduceScatter:
 
     def _reduce_slice(
         self,
-        pieces: Sequence[tuple[RowPart, slice]],
+        parts: Sequence[RowPart],
         *,
+        strides: Sequence[int],
         index: int,
         call: int,
         multiplier: float,
         nonfinite: Tensor | None,
         overlaps: bool,
     ) -> Steps:
-        """Reduce places of sections (paper, algorithm 3), which share a message per destination and hop.
+        """Reduce values of sections (paper, algorithm 3), which share a message per destination and hop.
 
         Steps:
         1. Transform and quantize one message per rank of the first hop.
@@ -284,52 +303,52 @@ class QuantizedReduceScatter:
         4. Sum the messages of the last hop, transform back, and write the output.
 
         Args:
+            strides: differences between the numbers of rows for the random bits, one per section.
             index: number of the slice in the row; slices alternate between message buffers.
             overlaps: whether the current stream gets other work before it waits for a transfer.
         """
         if not self.hops:  # a world of one
-            for part, places in pieces:
-                part.output[places] = part.rows[0, places] * multiplier
-                part.finish()
+            for part in parts:
+                if part.blocks is None:
+                    part.output.copy_(part.rows[0] * multiplier)
+                else:
+                    part.section.put(part.section.take(part.rows[0]) * multiplier, part.output)
             return
         (first, *second), last = self.hops, self.hops[-1]
         inverse = multiplier * INVERSE_FACTOR if self.hadamard else multiplier
-        sections = [part.section for part, _ in pieces]
-        outputs = [part.output[places] for part, places in pieces]
-        totals: list[Tensor] = []  # the own node's part of each sum, if it is not sent
-        device = outputs[0].device
+        device = parts[0].output.device
+        # Message `own` of the last hop is neither written nor read if the sums begin with `totals`.
+        own = last.own if self.exact_own else None
+        totals: list[Tensor | None] = [part.new_total() if self.exact_own else None for part in parts]
 
         # 1. Row r = node * ranks_per_node + local rank. The ranks of a node get rows of all nodes: their own
         # ones and those that they forward.
         grid = self.topology.nodes, self.topology.ranks_per_node
-        sources = [part.rows.unflatten(0, grid)[..., places] for part, places in pieces]
+        sources = [part.rows.unflatten(0, grid) for part in parts]
         if first.level == "intra":
             sources = [source.transpose(0, 1) for source in sources]  # by destination
-        layout = JointLayout(
-            tuple(
-                first.layout(source.shape[2], parts=source.shape[1], section=section)
-                for source, section in zip(sources, sections, strict=True)
-            )
-        )
+        layout = self._layout(first, parts)
         sent = self._buffer(first, "send", layout, index=index, device=device)
-        keys = [self._rounding_key(first, call, part, places) for part, places in pieces]
+        keys = [self._rounding_key(first, call, *each) for each in zip(parts, strides, strict=True)]
         for i, messages in enumerate(split_messages(sent, layout)):
-            one = layout.layouts[i]
-            for others in self._others(first):
-                ops.hadamard_quantize(
-                    sources[i][others],
-                    out=messages[others],
-                    layout=one,
-                    hadamard=self.hadamard,
-                    rounding=_at_row(keys[i], others.start * one.parts),
-                )
-            if self._keeps_own(first):
-                totals.append(_in_fp32(outputs[i]))
-                torch.mul(sources[i][first.own, 0].float(), multiplier, out=totals[i])
-                # Step 4 adds it to the total like the others.
-                messages[first.own].zero_()
+            total = None if second else totals[i]
+            if total is not None:
+                values = sources[i][first.own, 0]
+                if parts[i].blocks is not None:
+                    at = parts[i].first
+                    values = parts[i].section.take(values)[at : at + parts[i].numel]
+                torch.mul(values.float(), multiplier, out=total)
+            ops.hadamard_quantize(
+                sources[i],
+                out=messages,
+                layout=layout.layouts[i],
+                hadamard=self.hadamard,
+                rounding=keys[i],
+                skip=None if second else own,
+                blocks=parts[i].blocks,
+            )
         # Free the rows, which are as large as all gradients of the group, while the messages are in flight.
-        pieces = [(replace(part, rows=part.rows.new_empty(0)), places) for part, places in pieces]
+        parts = [replace(part, rows=part.rows.new_empty(0)) for part in parts]
         del sources
 
         # 2. Meanwhile other slices start. They fill the other buffers, or these after this slice's next step.
@@ -341,76 +360,70 @@ class QuantizedReduceScatter:
         if second:
             arrived, before = split_messages(received, layout), layout.layouts
             dithers = self._dithers(first, keys, layout)
-            layout = JointLayout(
-                tuple(
-                    last.layout(each.numel, parts=1, section=section)
-                    for each, section in zip(before, sections, strict=True)
-                )
-            )
+            layout = self._layout(last, parts)
             sent = self._buffer(last, "send", layout, index=index, device=device)
-            keys = [self._rounding_key(last, call, part, places) for part, places in pieces]
+            keys = [self._rounding_key(last, call, *each) for each in zip(parts, strides, strict=True)]
             for i, messages in enumerate(split_messages(sent, layout)):
-                for others in self._others(last):
-                    ops.dequantize_reduce_quantize(
-                        arrived[i],
-                        received=before[i],
-                        out=messages[others],
-                        sent=layout.layouts[i],
-                        rounding=_at_row(keys[i], others.start),
-                        dither=_at_row(dithers[i], others.start),
-                        first_part=others.start,
-                    )
-                if self._keeps_own(last):
-                    totals.append(_in_fp32(outputs[i]))
+                ops.dequantize_reduce_quantize(
+                    arrived[i],
+                    received=before[i],
+                    out=messages,
+                    sent=layout.layouts[i],
+                    rounding=keys[i],
+                    dither=dithers[i],
+                    skip=own,
+                )
+                if (total := totals[i]) is not None:
+                    dither = dithers[i]
                     ops.dequantize_reduce_hadamard(
                         arrived[i],
-                        out=totals[i],
+                        out=total,
                         layout=before[i],
                         hadamard=self.hadamard,
                         multiplier=inverse,
-                        dither=_at_row(dithers[i], last.own),
+                        dither=dither and dither.at_row(last.own),
                         part=last.own,
                     )
-                    messages[last.own].zero_()
             # `sent` and `received` are the messages of this hop from here on. Those of the first hop may be
             # reused: this stream has read them.
             transfer, received = self._start(last, sent, layout, index=index, overlaps=overlaps)
             yield
             transfer.wait()
 
-        # 4. The own node's message is zero if the total already has its part.
+        # 4. The own node's part of the sums is in `totals`, or in its message like the others.
         dithers = self._dithers(last, keys, layout)
         for i, messages in enumerate(split_messages(received, layout)):
-            part, places = pieces[i]
-            total = totals[i] if self.exact_own else outputs[i]
             if nonfinite is not None:
-                # Here, before the total is changed: the own node's part is in no message.
-                nonfinite += count_nonfinite(messages, layout.layouts[i])
-                if self.exact_own:
-                    nonfinite += _count_nonfinite_groups(total, layout.layouts[i].group_size)
+                self._count_nonfinite(messages, totals[i], layout.layouts[i], nonfinite)
             ops.dequantize_reduce_hadamard(
                 messages,
-                out=total,
+                out=parts[i].output,
                 layout=layout.layouts[i],
                 hadamard=self.hadamard,
                 multiplier=inverse,
                 dither=dithers[i],
-                accumulate=self.exact_own,
+                skip=own,
+                own=totals[i],
+                blocks=parts[i].blocks,
             )
-            if total.dtype != outputs[i].dtype:
-                outputs[i].copy_(total)
-            if places.stop == part.output.numel():  # slices end in order, so the section is complete
-                part.finish()
 
-    def _keeps_own(self, hop: Hop) -> bool:
-        return self.exact_own and hop.level == "inter"
+    def _layout(self, hop: Hop, parts: Sequence[RowPart]) -> JointLayout:
+        """Return the layout of a hop's messages; those in a node carry a row per node."""
+        rows = self.topology.nodes if hop.level == "intra" else 1
+        return JointLayout(tuple(hop.layout(part.numel, parts=rows, section=part.section) for part in parts))
 
-    def _others(self, hop: Hop) -> list[slice]:
-        """Return the destinations of a hop that get quantized messages."""
-        if not self._keeps_own(hop):
-            return [slice(0, hop.size)]
-        both = slice(0, hop.own), slice(hop.own + 1, hop.size)
-        return [each for each in both if each.start < each.stop]
+    def _count_nonfinite(
+        self, messages: Tensor, total: Tensor | None, layout: MessageLayout, nonfinite: Tensor
+    ) -> None:
+        """Count the non-finite groups of the messages, or of all but the own one and of the own total."""
+        if total is None:
+            nonfinite += count_nonfinite(messages, layout)
+            return
+        own = self.hops[-1].own
+        nonfinite += _count_nonfinite_groups(total, layout.group_size)
+        for others in (messages[:own], messages[own + 1 :]):
+            if len(others):
+                nonfinite += count_nonfinite(others, layout)
 
     def _buffer(self, hop: Hop, use: Use, layout: JointLayout, *, index: int, device: torch.device) -> Tensor:
         """Return messages [size, nbytes] from the scratch of the current stream.
@@ -435,13 +448,14 @@ class QuantizedReduceScatter:
             # 2**15 apart are not reduced at the same time.
             tag=(self.bucket % (1 << 15) << 16) + index,
             overlaps=overlaps,
+            skips_own=self.exact_own and hop.level == "inter",
             what=f"quantized gradient reduce-scatter of {self.name}, all-to-all {PLACES[hop.level]}",
         )
         self.traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
         return transfer, received
 
-    def _rounding_key(self, hop: Hop, call: int, part: RowPart, places: slice) -> RoundingKey | None:
-        """Return this rank's key for rounding these places of a section at a hop; None for nearest."""
+    def _rounding_key(self, hop: Hop, call: int, part: RowPart, stride: int) -> RoundingKey | None:
+        """Return this rank's key for rounding a part at a hop; None for nearest."""
         if hop.rounding == "nearest":
             return None
         rank, dither = self._rank, hop.rounding == "dither"
@@ -452,8 +466,7 @@ class QuantizedReduceScatter:
         step = part.section.call(call)
         keys = derive_keys(self._seed, pack_stream(step=step, bucket=self.bucket, stage=hop.stage, rank=rank))
         # Bits are indexed by a value's place in its section, so the result does not depend on slicing.
-        stride = round_up(part.output.numel(), BLOCK)
-        return RoundingKey(*keys, first=places.start, row_stride=stride, dither=dither, sender=hop.own)
+        return RoundingKey(*keys, first=part.first, row_stride=stride, dither=dither, sender=hop.own)
 
     @staticmethod
     def _dithers(

@@ -1,9 +1,13 @@
-"""Message buffers that are reused in every step."""
+"""Message buffers and tables that are reused in every step."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 class Scratch:
@@ -17,12 +21,12 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device, int], Tensor] = {}
+        self._tables: dict[tuple[tuple[int, ...], torch.device, int], Tensor] = {}
         self._slots: set[int] = set()
 
     def messages(self, name: str, count: int, nbytes: int, *, device: torch.device) -> Tensor:
         """Return uninitialized uint8 [count, nbytes] for use on the current stream."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        key = (name, device, stream)
+        key = (name, device, _stream(device))
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < count * nbytes:
             # A buffer first needed under inference_mode must still be writable in training.
@@ -30,6 +34,16 @@ class Scratch:
                 buffer = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
             self._buffers[key] = buffer
         return buffer[: count * nbytes].view(count, nbytes)
+
+    def table(self, numbers: tuple[int, ...], *, device: torch.device) -> Tensor:
+        """Return numbers as int64 [n] for use on the current stream; the host never waits for the copy."""
+        key = (numbers, device, _stream(device))
+        if key not in self._tables:
+            with torch.inference_mode(False):
+                host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+                self._tables[key] = torch.empty(len(numbers), dtype=torch.int64, device=device)
+                self._tables[key].copy_(host, non_blocking=True)
+        return self._tables[key]
 
     def take_slot(self) -> int:
         """Reserve the lowest free slot until `free_slot`."""

@@ -82,6 +82,15 @@ class Section:
             return self.ranges[0][1] - self.ranges[0][0]
         return sum(self._filled(end - start) for start, end in self.ranges)
 
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """The blocks of the section in the row, as `ops.hadamard_quantize` takes them."""
+        return tuple(
+            place * 64 + min(BLOCK, end - place)
+            for start, end in self.ranges
+            for place in range(start, end, BLOCK)
+        )
+
     def call(self, call: int) -> int:
         """Return a number that is unique to this section and call."""
         return call * self.count + self.number

@@ -15,7 +15,7 @@ from torch import Tensor
 from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.checksum import PIECE_WORDS
-from sdp4bit.quantization.formats import format_of
+from sdp4bit.quantization.formats import BLOCK, format_of
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 
@@ -72,7 +72,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return the bits of floats as integers, with -1 for every NaN because payloads may differ."""
+    """Return integers, or the bits of floats as such with -1 for every NaN, because payloads may differ."""
     if not tensor.is_floating_point():
         return tensor
     integers = {4: torch.int32, 2: torch.int16}[tensor.element_size()]
@@ -107,6 +107,18 @@ def make_messages(count: int, layout: MessageLayout, seed: int, special: bool = 
         scales[:, ::2] = edges[: every_second.numel()].view_as(every_second)
     messages[:, layout.scales_offset : layout.payload_bytes] = scales.view(torch.uint8)
     return messages
+
+
+def make_blocks(layout: MessageLayout, seed: int) -> tuple[Tensor, int]:
+    """Return a table of blocks, in any places and some of them short, and the length of their row."""
+    generator = torch.Generator().manual_seed(seed)
+    count = layout.padded_numel // BLOCK
+    places = torch.randperm(count, generator=generator) * (BLOCK + 3) + 5
+    sizes = torch.randint(1, BLOCK + 1, (count,), generator=generator)
+    sizes[::3] = BLOCK
+    if count:
+        sizes[-1] = min(int(sizes[-1]), layout.numel - (count - 1) * BLOCK)
+    return places * 64 + sizes, count * (BLOCK + 3) + 5
 
 
 class Shape(NamedTuple):
@@ -191,14 +203,18 @@ def dequantize_add(shape: Shape) -> Iterator[KernelCase]:
 
 def hadamard_quantize(shape: Shape) -> Iterator[KernelCase]:
     """Yield calls on a transposed view: gradients are stored as [parts, destinations, numel]."""
-    rounding, dtype = shape.choose(ROUNDINGS[::-1], DTYPES)
+    rounding, dtype, skip = shape.choose(ROUNDINGS[::-1], DTYPES, (None, 1, None, 2, 0))
     rounding = rounding and rounding._replace(first=32 * 3, row_stride=32 * 1000)
-    for bits in ALL_BITS:
+    for place, bits in enumerate(ALL_BITS):
         layout = shape.layout(bits, parts=2)
         for transform in (False, True):
-            values = shape.values(2, 3, seed=5, dtype=dtype).transpose(0, 1)
+            values, blocks = shape.values(2, 3, seed=5, dtype=dtype), None
+            if (shape.number + place) % 3 == transform:
+                blocks, numel = make_blocks(layout, seed=15)
+                values = guarded_values(make_values(2, 3, numel, seed=5, dtype=dtype))
             named = {"out": guarded_messages(3, layout), "layout": layout, "hadamard": transform}
-            yield KernelCase(ops.hadamard_quantize, values, {**named, "rounding": rounding})
+            named |= {"rounding": rounding, "skip": skip, "blocks": blocks}
+            yield KernelCase(ops.hadamard_quantize, values.transpose(0, 1), named)
 
 
 def dequantize_reduce_quantize(shape: Shape) -> Iterator[KernelCase]:
@@ -210,8 +226,8 @@ def dequantize_reduce_quantize(shape: Shape) -> Iterator[KernelCase]:
         received = shape.layout(bits_in, parts=2, group_size=received_size)
         messages = make_messages(count, received, seed=6, special=shape.edges)
         named = {"received": received, "sent": shape.layout(bits_out), "rounding": rounding, "dither": dither}
-        named["first_part"] = shape.number % 2
-        out = guarded_messages(2 - named["first_part"], shape.layout(bits_out))
+        named["skip"] = (None, 0, 1)[shape.number % 3]
+        out = guarded_messages(2, shape.layout(bits_out))
         yield KernelCase(ops.dequantize_reduce_quantize, messages, {"out": out, **named})
 
 
@@ -219,16 +235,18 @@ def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
     counts = (2, 1, 4, 3, 0, 9, 16, 33)
     transform, dtype, count, dither = shape.choose((True, False), DTYPES, counts, DITHERS)
-    parts, accumulate = shape.choose((1, 2, 3), (False, True))
+    parts, skips, has_own = shape.choose((1, 2, 3), (False, True), (False, True, True))
     # A power of two is exact in fp32, as for 2**k ranks; 1/96 is rounded.
     multiplier = 2.0**-12 if shape.edges else 1 / 96
-    for bits in ALL_BITS:
-        before = torch.full((shape.numel,), float("nan"), dtype=dtype)
-        if accumulate:
-            before = shape.values(seed=8, dtype=dtype)
-        out, layout = guarded_values(before, offset=shape.numel % 3), shape.layout(bits, parts=parts)
+    for place, bits in enumerate(ALL_BITS):
+        layout, blocks, numel = shape.layout(bits, parts=parts), None, shape.numel
+        if (shape.number + place) % 3 == 0:
+            blocks, numel = make_blocks(layout, seed=16)
+        out = guarded_values(torch.full((numel,), float("nan"), dtype=dtype), offset=shape.numel % 3)
+        own = shape.values(seed=8, dtype=torch.float32) if has_own else None
         named = {"layout": layout, "hadamard": transform, "multiplier": multiplier, "dither": dither}
-        named |= {"part": parts - 1, "accumulate": accumulate}
+        named |= {"part": parts - 1, "own": own, "blocks": blocks}
+        named["skip"] = shape.number % count if skips and count else None
         messages = make_messages(count, layout, seed=7, special=shape.edges)
         yield KernelCase(ops.dequantize_reduce_hadamard, messages, {"out": out, **named})
 

@@ -19,10 +19,20 @@ def check_layout(name: str, layout: MessageLayout, *, numel: int, parts: int = 1
         raise ValueError(f"{name} must have numel={numel} and parts={parts} like the tensors, got {layout}")
 
 
-def check_parts(layout: MessageLayout, *, first: int, count: int) -> None:
-    """Require that a layout has these parts."""
-    if not 0 <= first <= layout.parts - count:
-        raise ValueError(f"parts {first} to {first + count - 1} are not in {layout}")
+def check_index(name: str, index: int | None, *, count: int) -> None:
+    """Require an index below the count, or None."""
+    if index is not None and not 0 <= index < count:
+        raise ValueError(f"{name}={index} must be from 0 to {count - 1}")
+
+
+def check_blocks(blocks: Tensor, *, layout: MessageLayout, messages: Tensor) -> None:
+    """Require a table with an entry for each block of a row, on the device of the messages."""
+    count = layout.padded_numel // BLOCK
+    if blocks.dtype != torch.int64 or blocks.shape != (count,) or not blocks.is_contiguous():
+        raise ValueError(
+            f"blocks must be contiguous int64 [{count}] for {layout}, got {blocks.dtype} {list(blocks.shape)}"
+        )
+    check_device("blocks", blocks, messages=messages)
 
 
 def check_messages(name: str, messages: Tensor, *, count: int | None, layout: MessageLayout) -> None:

@@ -21,12 +21,13 @@ from torch import Tensor
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
+    check_blocks,
     check_clip,
     check_device,
     check_dither,
+    check_index,
     check_layout,
     check_messages,
-    check_parts,
     check_rounding,
     check_values,
 )
@@ -182,7 +183,14 @@ def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, 
 
 
 def hadamard_quantize(
-    values: Tensor, *, out: Tensor, layout: MessageLayout, hadamard: bool, rounding: RoundingKey | None
+    values: Tensor,
+    *,
+    out: Tensor,
+    layout: MessageLayout,
+    hadamard: bool,
+    rounding: RoundingKey | None,
+    skip: int | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """Quantize values[i], transformed first (paper algorithm 3, steps 1 and 2), into message i.
 
@@ -194,17 +202,24 @@ def hadamard_quantize(
         hadamard: transform blocks of 32 values first.
         rounding: key of stochastic rounding or of subtractive dither, which the receiver needs too; None
             rounds to nearest.
+        skip: index of a message that is not written, nor its values read.
+        blocks: int64 [padded_numel / 32], the blocks of a row in a longer row of `values`, which may be
+            anywhere in it: 64 times the place of the first value, plus the number of values. The others of
+            the 32 are zeros. None for rows as they are.
     """
     if values.dim() != 3 or (values.shape[2] > 1 and values.stride(2) != 1):
         raise ValueError(f"values must be 3-D with contiguous rows, got {list(values.shape)}")
     destinations, parts, numel = values.shape
-    check_layout("layout", layout, numel=numel, parts=parts)
+    check_layout("layout", layout, numel=layout.numel if blocks is not None else numel, parts=parts)
     check_messages("out", out, count=destinations, layout=layout)
     check_values("values", values, messages=out)
-    check_rounding(rounding, rows=destinations * parts, numel=numel)
+    check_rounding(rounding, rows=destinations * parts, numel=layout.numel)
+    check_index("skip", skip, count=destinations)
+    if blocks is not None:
+        check_blocks(blocks, layout=layout, messages=out)
     with profiler_range("sdp4bit::hadamard_quantize"):
         _backend(out, layout).hadamard_quantize(
-            values, out=out, layout=layout, hadamard=hadamard, rounding=rounding
+            values, out=out, layout=layout, hadamard=hadamard, rounding=rounding, skip=skip, blocks=blocks
         )
 
 
@@ -216,30 +231,31 @@ def dequantize_reduce_quantize(
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
-    first_part: int = 0,
+    skip: int | None = None,
 ) -> None:
     """Sum messages and quantize each part of the sum into a message (paper algorithm 3, steps 4 and 5).
 
     Args:
         messages: uint8 [k, nbytes] of the layout `received`, one per rank of the node.
         received: of n values, any number of parts.
-        out: uint8 [m, nbytes] of the layout `sent`; message i is for part `first_part` + i.
+        out: uint8 [parts, nbytes] of the layout `sent`; message i is for part i.
         sent: of n values, one part.
         rounding: as in hadamard_quantize; message i is row i.
         dither: key of messages with subtractive dither, None for others. Message i is from sender i, whatever
-            the key's own sender, and part `first_part` + i is row i.
+            the key's own sender, and part i is row i.
+        skip: index of a message that is not written.
     """
     if out.dim() != 2:
         raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
-    parts = out.shape[0]
-    check_layout("received", received, numel=sent.numel, parts=received.parts)
-    check_parts(received, first=first_part, count=parts)
+    parts = received.parts
+    check_layout("received", received, numel=sent.numel, parts=parts)
     check_layout("sent", sent, numel=received.numel)
     check_messages("messages", messages, count=None, layout=received)
     check_messages("out", out, count=parts, layout=sent)
     check_device("messages", messages, messages=out)
     check_rounding(rounding, rows=parts, numel=sent.numel)
     check_dither(dither, rows=parts, numel=received.numel)
+    check_index("skip", skip, count=parts)
     with profiler_range("sdp4bit::dequantize_reduce_quantize"):
         _backend(out, received, sent).dequantize_reduce_quantize(
             messages,
@@ -248,7 +264,7 @@ def dequantize_reduce_quantize(
             sent=sent,
             rounding=rounding,
             dither=dither,
-            first_part=first_part,
+            skip=skip,
         )
 
 
@@ -261,7 +277,9 @@ def dequantize_reduce_hadamard(
     multiplier: float,
     dither: RoundingKey | None,
     part: int = 0,
-    accumulate: bool = False,
+    skip: int | None = None,
+    own: Tensor | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """Sum a part of messages, transform the sum and multiply it (paper algorithm 3, steps 7 and 8).
 
@@ -273,15 +291,25 @@ def dequantize_reduce_hadamard(
         layout: of n values, any number of parts.
         hadamard: whether the sent values are transformed.
         dither: as in dequantize_reduce_quantize; the part is row 0.
-        accumulate: add to `out`, in fp32, instead of replacing it.
+        skip: index of a message that is not added.
+        own: fp32 [n], contiguous, to which the result is added in fp32; may be `out`.
+        blocks: as in hadamard_quantize, places in `out`; the rest of it is not changed.
     """
     if out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out must be 1-D and contiguous, got {list(out.shape)}")
-    check_layout("layout", layout, numel=out.shape[0], parts=layout.parts)
-    check_parts(layout, first=part, count=1)
+    numel = out.shape[0] if blocks is None else layout.numel
+    check_layout("layout", layout, numel=numel, parts=layout.parts)
+    check_index("part", part, count=layout.parts)
     check_messages("messages", messages, count=None, layout=layout)
     check_values("out", out, messages=messages)
     check_dither(dither, rows=1, numel=layout.numel)
+    check_index("skip", skip, count=messages.shape[0])
+    if own is not None:
+        if own.dtype != torch.float32 or own.shape != (numel,) or not own.is_contiguous():
+            raise ValueError(f"own must be contiguous fp32 [{numel}], got {own.dtype} {list(own.shape)}")
+        check_device("own", own, messages=messages)
+    if blocks is not None:
+        check_blocks(blocks, layout=layout, messages=messages)
     with profiler_range("sdp4bit::dequantize_reduce_hadamard"):
         _backend(out, layout).dequantize_reduce_hadamard(
             messages,
@@ -291,7 +319,9 @@ def dequantize_reduce_hadamard(
             multiplier=multiplier,
             dither=dither,
             part=part,
-            accumulate=accumulate,
+            skip=skip,
+            own=own,
+            blocks=blocks,
         )
 
 

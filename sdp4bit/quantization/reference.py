@@ -119,6 +119,20 @@ def _pad(rows: Tensor, layout: MessageLayout) -> Tensor:
     return padded
 
 
+def _places_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places of the values of blocks in a longer row, and which exist, [blocks, 32]."""
+    lane = torch.arange(BLOCK, device=blocks.device)
+    return (blocks >> 6).unsqueeze(1) + lane, lane < (blocks & 63).unsqueeze(1)
+
+
+def _gather(rows: Tensor, blocks: Tensor | None) -> Tensor:
+    """Return the blocks of rows, [..., n] of [..., longer]; None for the rows as they are."""
+    if blocks is None:
+        return rows
+    places, exist = _places_of(blocks)
+    return rows[..., places * exist].masked_fill(~exist, 0).flatten(-2)
+
+
 def _codes_of(messages: Tensor, layout: MessageLayout) -> Tensor:
     """View the codes of messages [m, nbytes] as uint8 [m, parts, code_bytes]."""
     codes: Tensor = messages[:, : layout.scales_offset].unflatten(1, (layout.parts, layout.code_bytes))
@@ -159,6 +173,16 @@ def encode(
         scales[..., group : group + count // size] = group_scales
 
 
+def _encode_others(
+    values: Tensor, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None, skip: int | None
+) -> None:
+    """Write values into all messages but one, with the random bits of the rows of all."""
+    count = len(out)
+    for first, end in ((0, count),) if skip is None else ((0, skip), (skip + 1, count)):
+        key = rounding and rounding.at_row(first * layout.parts)
+        encode(values[first:end], out[first:end], layout, key)
+
+
 def decode(
     messages: Tensor,
     layout: MessageLayout,
@@ -196,11 +220,19 @@ def decode(
 
 
 def _reduce(
-    messages: Tensor, layout: MessageLayout, dither: RoundingKey | None, *, first: int, count: int
+    messages: Tensor,
+    layout: MessageLayout,
+    dither: RoundingKey | None,
+    *,
+    first: int,
+    count: int,
+    skip: int | None = None,
 ) -> Tensor:
     """Return the sum over messages [k, nbytes], in order, of some parts, as fp32 [count, padded_numel]."""
     total = torch.zeros(count, layout.padded_numel, dtype=torch.float32, device=messages.device)
     for sender, message in enumerate(messages):
+        if sender == skip:
+            continue
         random = None
         if dither is not None:
             key = dither._replace(sender=sender)
@@ -250,12 +282,14 @@ def hadamard_quantize(
     layout: MessageLayout,
     hadamard: bool,
     rounding: RoundingKey | None,
+    skip: int | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
-    padded = _pad(values, layout)
+    padded = _pad(_gather(values, blocks), layout)
     if hadamard:
         padded = hadamard32(padded)
-    encode(padded, out, layout, rounding)
+    _encode_others(padded, out, layout, rounding, skip)
 
 
 def dequantize_reduce_quantize(
@@ -266,11 +300,11 @@ def dequantize_reduce_quantize(
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
-    first_part: int = 0,
+    skip: int | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
-    total = _reduce(messages, received, dither, first=first_part, count=out.shape[0])
-    encode(total.unsqueeze(1), out, sent, rounding)
+    total = _reduce(messages, received, dither, first=0, count=received.parts)
+    _encode_others(total.unsqueeze(1), out, sent, rounding, skip)
 
 
 def dequantize_reduce_hadamard(
@@ -282,11 +316,19 @@ def dequantize_reduce_hadamard(
     multiplier: float,
     dither: RoundingKey | None,
     part: int = 0,
-    accumulate: bool = False,
+    skip: int | None = None,
+    own: Tensor | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
-    total = _reduce(messages, layout, dither, first=part, count=1)[0]
+    total = _reduce(messages, layout, dither, first=part, count=1, skip=skip)[0]
     if hadamard:
         total = hadamard32(total)
     result = total[: layout.numel] * torch.tensor(multiplier, dtype=torch.float32)
-    out.copy_(out.float() + result if accumulate else result)
+    if own is not None:
+        result = own + result
+    if blocks is None:
+        out.copy_(result)
+        return
+    places, exist = (each.flatten()[: layout.numel] for each in _places_of(blocks))
+    out[places[exist]] = result[exist].to(out.dtype)

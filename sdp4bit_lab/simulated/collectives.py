@@ -49,7 +49,15 @@ class SimulatedExchange(GroupExchange):
         return matrix[:, me] if use == "send" else matrix[me]
 
     def start(
-        self, received: Tensor, sent: Tensor, *, level: Level, tag: int, overlaps: bool, what: str
+        self,
+        received: Tensor,
+        sent: Tensor,
+        *,
+        level: Level,
+        tag: int,
+        overlaps: bool,
+        skips_own: bool,
+        what: str,
     ) -> PendingExchange:
         """Return at once, because the peers write messages into place."""
         return PendingExchange([])
@@ -210,7 +218,9 @@ class SimulatedAllReduce:
                 continue
             for each, row in zip(values[first : first + count], rows, strict=True):
                 parts = [
-                    RowPart(section=part.section, rows=part.pieces(count), output=output)
+                    RowPart(
+                        section=part.section, rows=part.pieces(count), output=output, numel=output.numel()
+                    )
                     for part, output in zip(sections_of(each, sections), row.split(lengths), strict=True)
                 ]
                 reduction.add_parts(parts, row, call=call)

@@ -17,6 +17,7 @@ from sdp4bit.kernels.cases import (
     DTYPES,
     guarded_messages,
     guarded_values,
+    make_blocks,
     make_messages,
     make_values,
 )
@@ -183,13 +184,25 @@ def _dequantize_add(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
 
 
 @st.composite
+def _blocks(draw: st.DrawFn, layout: MessageLayout) -> tuple[Tensor | None, int]:
+    """A table of blocks or None, and the length of the row."""
+    return make_blocks(layout, draw(seeds)) if draw(st.booleans()) else (None, layout.numel)
+
+
+def _index(count: int) -> st.SearchStrategy[int | None]:
+    return st.none() | st.integers(0, count - 1) if count else st.none()
+
+
+@st.composite
 def _hadamard_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
     destinations, parts = draw(st.integers(0, 3)), draw(st.integers(1, 3))
     layout = draw(layouts(draw(lengths), parts=parts))
-    values = draw(laid_out(draw(tensors((destinations, parts, layout.numel)))))
+    blocks, numel = draw(_blocks(layout))
+    values = draw(laid_out(draw(tensors((destinations, parts, numel)))))
     if destinations and draw(st.integers(0, 9)) == 0:
         values = values[:1].expand(destinations, -1, -1)
-    named = {"hadamard": draw(transforms), "rounding": draw(roundings)}
+    named = {"hadamard": draw(transforms), "rounding": draw(roundings), "blocks": blocks}
+    named["skip"] = draw(_index(destinations))
     return values, {"out": guarded_messages(destinations, layout), "layout": layout, **named}
 
 
@@ -197,25 +210,23 @@ def _hadamard_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
 def _dequantize_reduce_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
     numel, parts = draw(lengths), draw(st.integers(1, 3))
     received, sent = draw(layouts(numel, parts=parts)), draw(layouts(numel))
-    first = draw(st.integers(0, parts - 1))
     messages = draw(received_messages(draw(counts), received))
-    out = guarded_messages(draw(st.integers(1, parts - first)), sent)
-    named = {"rounding": draw(roundings), "dither": draw(dithers), "first_part": first}
+    out = guarded_messages(parts, sent)
+    named = {"rounding": draw(roundings), "dither": draw(dithers), "skip": draw(_index(parts))}
     return messages, {"received": received, "out": out, "sent": sent, **named}
 
 
 @st.composite
 def _dequantize_reduce_hadamard(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
-    parts, accumulate = draw(st.integers(1, 3)), draw(st.booleans())
+    parts, count = draw(st.integers(1, 3)), draw(counts)
     layout = draw(layouts(draw(lengths), parts=parts))
-    before = torch.full((layout.numel,), math.nan, dtype=draw(dtypes))
-    if accumulate:
-        before = _of_many_magnitudes(layout.numel, seed=9).to(before.dtype)
-    out = guarded_values(before, offset=draw(st.integers(0, 8)))
+    blocks, numel = draw(_blocks(layout))
+    out = guarded_values(torch.full((numel,), math.nan, dtype=draw(dtypes)), offset=draw(st.integers(0, 8)))
+    own = _of_many_magnitudes(layout.numel, seed=9) if draw(st.booleans()) else None
     multiplier = draw(st.sampled_from([1.0, 1 / 32, 1 / 96, -0.3, 0.0, 1e30, 1e-44, math.inf]))
     named = {"layout": layout, "hadamard": draw(transforms), "multiplier": multiplier}
-    named |= {"dither": draw(dithers), "part": draw(st.integers(0, parts - 1)), "accumulate": accumulate}
-    return draw(received_messages(draw(counts), layout)), {"out": out, **named}
+    named |= {"dither": draw(dithers), "part": draw(st.integers(0, parts - 1)), "own": own, "blocks": blocks}
+    return draw(received_messages(count, layout)), {"out": out, **named, "skip": draw(_index(count))}
 
 
 CALLS = {

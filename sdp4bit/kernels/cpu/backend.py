@@ -31,6 +31,7 @@ _TILE = 1024
 _VALUES_PER_THREAD = 1 << 15
 _PARAMETER_BYTES = 512
 _NEGATIVE_ZERO_BITS = 0x80000000
+_NO_INDEX = 1 << 62
 _READ_IN_PLACE = (torch.float32, torch.bfloat16)
 
 
@@ -198,6 +199,14 @@ def _place_of(part: int, messages: Tensor, layout: MessageLayout) -> tuple[int, 
     return messages.data_ptr() + skipped, layout.scales_offset - skipped + part * layout.groups * SCALE_BYTES
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _index(index: int | None) -> int:
+    return _NO_INDEX if index is None else index
+
+
 def _step(layout: MessageLayout, clip: float = 1.0) -> int:
     """Return the fp32 bits of one code unit relative to a group's largest magnitude."""
     return _float_bits(clip / (layout.format.largest or 1))
@@ -216,10 +225,10 @@ def subtract_quantize(
     replica = replica if replica is None else _readable(replica)
     _run(
         kernels.quantize_rows,
-        (replica is not None, False, clip < 1, tiles.NEAREST, layout.format),
+        (replica is not None, False, clip < 1, tiles.NEAREST, False, layout.format),
         main.data_ptr(), main.dtype is torch.bfloat16, 0, 0,
         0 if replica is None else replica.data_ptr(), replica is not None and replica.dtype is torch.bfloat16,
-        layout.numel, layout.padded_numel, 1, 1,
+        layout.numel, layout.padded_numel, 1, 1, _NO_INDEX, 0,
         out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
         layout.groups, layout.group_size, _step(layout, clip),
         *_rounding_numbers(None),
@@ -241,11 +250,11 @@ def dequantize_add(
     # The sum of the single message starts from -0.0, so that -0.0 is preserved.
     _run(
         kernels.dequantize_rows,
-        (False, False, layout.format),
+        (False, False, False, layout.format),
         messages.data_ptr(), messages.stride(0), 1, layout.scales_offset,
         layout.group_size, rows, layout.numel, layout.padded_numel, target.data_ptr(),
-        target.stride(0) * size, size == 2, accumulate, _NEGATIVE_ZERO_BITS, kernels.ONE_BITS,
-        *_dither_numbers(None)[:3],
+        target.stride(0) * size, size == 2, target.data_ptr() * accumulate, size == 2, _NEGATIVE_ZERO_BITS,
+        kernels.ONE_BITS, *_dither_numbers(None)[:3], _NO_INDEX, 0,
         work=rows * layout.numel, layout=layout, terms=1,
     )  # fmt: skip
     if target is not replica:
@@ -259,20 +268,22 @@ def hadamard_quantize(
     layout: MessageLayout,
     hadamard: bool,
     rounding: RoundingKey | None,
+    skip: int | None,
+    blocks: Tensor | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
     values = _readable(values)
-    destinations, size = values.shape[0], values.element_size()
+    destinations, size = values.shape[0] - (skip is not None), values.element_size()
     outer, inner, _ = values.stride()
     _run(
         kernels.quantize_rows,
-        (False, hadamard, False, _rounding_flag(rounding), layout.format),
+        (False, hadamard, False, _rounding_flag(rounding), blocks is not None, layout.format),
         values.data_ptr(), size == 2, outer * size, inner * size, 0, False,
-        layout.numel, layout.padded_numel, destinations, layout.parts,
+        layout.numel, layout.padded_numel, destinations, layout.parts, _index(skip), _address(blocks),
         out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
         layout.nbytes, layout.groups, layout.group_size, _step(layout),
         *_rounding_numbers(rounding),
-        work=values.numel(), layout=layout,
+        work=destinations * layout.parts * layout.numel, layout=layout,
     )  # fmt: skip
 
 
@@ -284,16 +295,15 @@ def dequantize_reduce_quantize(
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
-    first_part: int,
+    skip: int | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
-    terms, parts = messages.shape[0], out.shape[0]
-    codes, scales_offset = _place_of(first_part, messages, received)
+    terms, parts = messages.shape[0], received.parts - (skip is not None)
     _run(
         kernels.reduce_quantize,
         (dither is not None, _rounding_flag(rounding), received.format, sent.format),
-        codes, messages.stride(0), terms, received.code_bytes, scales_offset,
-        received.groups, received.group_size, parts, sent.padded_numel,
+        messages.data_ptr(), messages.stride(0), terms, received.code_bytes, received.scales_offset,
+        received.groups, received.group_size, parts, _index(skip), sent.padded_numel,
         out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
         sent.group_size, _step(sent), *_rounding_numbers(rounding),
         *_dither_numbers(dither),
@@ -310,7 +320,9 @@ def dequantize_reduce_hadamard(
     multiplier: float,
     dither: RoundingKey | None,
     part: int,
-    accumulate: bool,
+    skip: int | None,
+    own: Tensor | None,
+    blocks: Tensor | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
     terms = messages.shape[0]
@@ -318,10 +330,11 @@ def dequantize_reduce_hadamard(
     codes, scales_offset = _place_of(part, messages, layout)
     _run(
         kernels.dequantize_rows,
-        (dither is not None, hadamard, layout.format),
+        (dither is not None, hadamard, blocks is not None, layout.format),
         codes, messages.stride(0), terms, scales_offset, layout.group_size,
         1, layout.numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
-        accumulate, 0, _float_bits(multiplier), *_dither_numbers(dither)[:3],
+        _address(own), False, 0, _float_bits(multiplier), *_dither_numbers(dither)[:3],
+        _index(skip), _address(blocks),
         work=max(terms, 1) * layout.numel, layout=layout, terms=terms,
     )  # fmt: skip
     if target is not out:

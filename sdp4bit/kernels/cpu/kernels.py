@@ -36,6 +36,7 @@ from sdp4bit.kernels.cpu.vectors import (
     hadamard32,
     largest_lane,
     load_f32,
+    load_scalar_i64,
     point,
     splat,
     store_u8,
@@ -123,46 +124,60 @@ def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, count, spar
 
 
 @inline
-def _finish_block(block, target, is_bf16, accumulate, hadamard, multiplier, count, spare):
-    """Transform and scale a block of sums, and write it to the target or add it."""
+def _block_of(row, blocks, number, shift):
+    """Return the address and the number of values of a block; see `ops.hadamard_quantize`."""
+    entry = load_scalar_i64(blocks + 8 * number)
+    return row + (entry >> 6 << shift), entry & 63
+
+
+@inline
+def _finish_block(block, target, is_bf16, own, own_is_bf16, hadamard, multiplier, count, spare):
+    """Transform and scale a block of sums, add it to `own` unless that is 0, and write it to the target."""
     if hadamard:
         block = hadamard32(block)
     if multiplier != ONE_BITS:
         block = block * splat(float_from_bits(multiplier))
-    if accumulate:
-        block = block + load_values(target, is_bf16, count, spare)
+    if own:
+        block = block + load_values(own, own_is_bf16, count, spare)
     store_values(target, is_bf16, count, block, spare)
 
 
 @inline
-def _clear_padding(out, messages, stride, payload_bytes, nbytes):
+def _clear_padding(out, messages, skip, stride, payload_bytes, nbytes):
     """Write zeros after the scales of each message, so that equal values yield equal messages."""
-    for message in range(messages):
+    for number in range(messages):
+        message = number + (number >= skip)
         for i in range(payload_bytes, nbytes):
             store_u8(out + message * stride + i, 0)
 
 
 def quantize_rows(thread, threads, parameters):
-    """Quantize the rows of a tensor, minus a replica if there is one, transformed if `hadamard`."""
+    """Quantize the rows of a tensor, minus a replica if there is one, transformed if `hadamard`.
+
+    `destinations` does not count the one that is left out, `skip`.
+    """
     (
-        has_replica, hadamard, is_clipped, rounding, coding,
+        has_replica, hadamard, is_clipped, rounding, has_blocks, coding,
         values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
-        numel, padded, destinations, parts,
+        numel, padded, destinations, parts, skip, blocks,
         out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, group_size,
         step, k0, k1, first, row_stride, mask,
         tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 32)  # fmt: skip
+    ) = _unpack(parameters, 35)  # fmt: skip
     total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
     shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
     tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
     for _ in range(tiles):
         destination = row // parts
         part = row - destination * parts
-        source = values + destination * outer_stride + part * inner_stride + (start << shift)
+        destination += destination >= skip
+        source = values + destination * outer_stride + part * inner_stride
+        if not has_blocks:
+            source += start << shift
         other = replica + (start << replica_shift) if has_replica else 0
         count = min(tile, padded - start)
         # Values in complete blocks; at the end of a row one padded block may remain.
-        whole = min(count, (numel - start) & ~31)
+        whole = 0 if has_blocks else min(count, (numel - start) & ~31)
         for group in range((count + group_size - 1) // group_size):
             origin = group * group_size
             stop = min(origin + group_size, count)
@@ -173,7 +188,12 @@ def quantize_rows(thread, threads, parameters):
                     replica_is_bf16, hadamard, 32, spare,
                 )  # fmt: skip
                 peak = record(total + 4 * i, block, peak)
-            if whole < stop:
+            if has_blocks:
+                for i in range(origin, stop, 32):
+                    place, size = _block_of(source, blocks, (start + i) >> 5, shift)
+                    block = _load_block(place, is_bf16, 0, False, hadamard, size, spare)
+                    peak = record(total + 4 * i, block, peak)
+            elif whole < stop:
                 block = _load_block(
                     source + (whole << shift), is_bf16,
                     other + (whole << replica_shift) if has_replica else 0, replica_is_bf16,
@@ -187,8 +207,8 @@ def quantize_rows(thread, threads, parameters):
             total, count, largest, message + part * code_bytes + (start >> 5) * coding.width,
             message + scales_offset + 2 * (part * groups + start // group_size),
             coding, group_size, step, is_clipped,
-            rounding, row * row_stride + first + start, k0, k1, mask, spare,
-            source + (count << shift), shift,
+            rounding, (destination * parts + part) * row_stride + first + start, k0, k1, mask, spare,
+            0 if has_blocks else source + (count << shift), shift,
             other + (count << replica_shift) if has_replica else 0, replica_shift,
         )  # fmt: skip
         start += tile
@@ -196,23 +216,24 @@ def quantize_rows(thread, threads, parameters):
             start = 0
             row += 1
     if thread == 0:
-        _clear_padding(out, destinations, out_stride, payload_bytes, nbytes)
+        _clear_padding(out, destinations, skip, out_stride, payload_bytes, nbytes)
 
 
 def reduce_quantize(thread, threads, parameters):
-    """Quantize row i of the sum of all messages into message i."""
+    """Quantize row i of the sum of all messages into message i; `parts` does not count the row `skip`."""
     (
         is_dither, rounding, received, sent,
         messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, group_size_in,
-        parts, padded, out, out_stride, scales_offset, payload_bytes, nbytes, group_size,
+        parts, skip, padded, out, out_stride, scales_offset, payload_bytes, nbytes, group_size,
         step, k0, k1, first, row_stride, mask,
         k0_in, k1_in, first_in, row_stride_in, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 32)  # fmt: skip
+    ) = _unpack(parameters, 33)  # fmt: skip
     total, spare, largest, table = _locate(thread, tile, scratch, scratch_stride)
     masks = table + 4 * terms
     write_masks(masks, terms, is_dither)
-    tiles, part, start = _share(parts, padded, tile, thread, threads)
+    tiles, row, start = _share(parts, padded, tile, thread, threads)
     for _ in range(tiles):
+        part = row + (row >= skip)
         count = min(tile, padded - start)
         first_group = start // group_size
         for group in range((count + group_size - 1) // group_size):
@@ -223,7 +244,7 @@ def reduce_quantize(thread, threads, parameters):
                 total + 4 * origin, position, min(group_size, count - origin),
                 first_group + group if same else position // group_size_in,
                 messages + part * code_bytes_in, messages + scales_offset_in + 2 * part * groups_in,
-                terms, stride, received, group_size_in, padded, table, masks, _ZERO,
+                terms, -1, stride, received, group_size_in, padded, table, masks, _ZERO,
                 is_dither, part * row_stride_in + first_in, k0_in, k1_in, spare,
             )  # fmt: skip
             store_u32(largest + 4 * group, largest_lane(peak))
@@ -237,48 +258,59 @@ def reduce_quantize(thread, threads, parameters):
         start += tile
         if start >= padded:
             start = 0
-            part += 1
+            row += 1
     if thread == 0:
-        _clear_padding(out, parts, out_stride, payload_bytes, nbytes)
+        _clear_padding(out, parts, skip, out_stride, payload_bytes, nbytes)
 
 
 def dequantize_rows(thread, threads, parameters):
-    """Write the sum of messages i * terms to (i + 1) * terms to row i, or add it if `accumulate`.
+    """Write the sum of messages i * terms to (i + 1) * terms, except the one `skip`, to row i.
 
-    It is transformed if `hadamard`, and multiplied. `initial`, from which sums start, and `multiplier` are
-    the bits of fp32 numbers.
+    It is transformed if `hadamard`, multiplied, and added to the row of `own`, unless that is 0. `initial`,
+    from which sums start, and `multiplier` are the bits of fp32 numbers.
     """
     (
-        is_dither, hadamard, coding,
+        is_dither, hadamard, has_blocks, coding,
         messages, stride, terms, scales_offset, group_size, rows, numel, padded,
-        out, out_stride, is_bf16, accumulate, initial, multiplier,
-        k0, k1, first, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 23)  # fmt: skip
+        out, out_stride, is_bf16, own, own_is_bf16, initial, multiplier,
+        k0, k1, first, skip, blocks, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 27)  # fmt: skip
     total, spare, _, table = _locate(thread, tile, scratch, scratch_stride)
     masks = table + 4 * terms
     write_masks(masks, terms, is_dither)
-    shift = 2 - is_bf16
+    shift, own_shift = 2 - is_bf16, 2 - own_is_bf16
     tiles, row, start = _share(rows, padded, tile, thread, threads)
     for _ in range(tiles):
         count = min(tile, padded - start)
         message = messages + row * terms * stride
         sum_messages(
             total, start, count, start // group_size, message, message + scales_offset,
-            terms, stride, coding, group_size, padded, table, masks, float_from_bits(initial),
+            terms, skip, stride, coding, group_size, padded, table, masks, float_from_bits(initial),
             is_dither, first, k0, k1, spare,
         )  # fmt: skip
-        target = out + row * out_stride + (start << shift)
-        whole = min(count, (numel - start) & ~31)
-        for i in range(0, whole, 32):
-            block = load_f32(total + 4 * i)
-            _finish_block(block, target + (i << shift), is_bf16, accumulate, hadamard, multiplier, 32, spare)
-        if whole < count:
-            block = load_f32(total + 4 * whole)
-            left = numel - start - whole
-            _finish_block(
-                block, target + (whole << shift), is_bf16, accumulate,
-                hadamard, multiplier, left, spare,
-            )  # fmt: skip
+        target = out + row * out_stride
+        added = own + row * out_stride + (start << own_shift) if own else 0
+        if has_blocks:
+            for i in range(0, count, 32):
+                place, size = _block_of(target, blocks, (start + i) >> 5, shift)
+                _finish_block(
+                    load_f32(total + 4 * i), place, is_bf16, added + (i << own_shift) if own else 0,
+                    own_is_bf16, hadamard, multiplier, size, spare,
+                )  # fmt: skip
+        else:
+            target += start << shift
+            whole = min(count, (numel - start) & ~31)
+            for i in range(0, whole, 32):
+                _finish_block(
+                    load_f32(total + 4 * i), target + (i << shift), is_bf16,
+                    added + (i << own_shift) if own else 0, own_is_bf16, hadamard, multiplier, 32, spare,
+                )  # fmt: skip
+            if whole < count:
+                _finish_block(
+                    load_f32(total + 4 * whole), target + (whole << shift), is_bf16,
+                    added + (whole << own_shift) if own else 0, own_is_bf16, hadamard, multiplier,
+                    numel - start - whole, spare,
+                )  # fmt: skip
         start += tile
         if start >= padded:
             start = 0

@@ -442,14 +442,15 @@ def write_masks(masks, terms, is_dither):
 
 @inline
 def sum_messages(
-    total, first, count, group, codes, scales, terms, stride, coding, group_size, padded, table, masks, start,
-    is_dither, element, k0, k1, spare,
+    total, first, count, group, codes, scales, terms, skip, stride, coding, group_size, padded, table, masks,
+    start, is_dither, element, k0, k1, spare,
 ):  # fmt: skip
     """Write the sums over the messages of values first .. first + count of a row; return their peaks.
 
     Args:
         group: the group of the first value.
         codes, scales: addresses of the row in the first message; messages are `stride` bytes apart.
+        skip: index of a message that does not count.
         table: memory for one fp32 number per message.
         masks: written by write_masks.
         start: initial value of the sums.
@@ -460,7 +461,8 @@ def sum_messages(
         for i in range(0, count, 32):
             value = splat(start)
             for term in range(terms):
-                value = value + load_f32(codes + term * stride + 4 * (first + i))
+                if term != skip:
+                    value = value + load_f32(codes + term * stride + 4 * (first + i))
             peak = record(total + 4 * i, value, peak)
         return peak
     # Received and sent groups may differ, so the range is split at the bounds of the received groups.
@@ -470,7 +472,9 @@ def sum_messages(
         size = min(group_size, padded - origin)
         begin, end = max(origin, first), min(origin + size, stop)
         for term in range(terms):
-            store_u32(table + 4 * term, load_scalar_u16(scales + term * stride + 2 * group) << 16)
+            # Adding a zero of either sign does not change a sum that starts from +0.
+            scale = load_scalar_u16(scales + term * stride + 2 * group) << 16
+            store_u32(table + 4 * term, 0 if term == skip else scale)
         peak = coding.functions.sum_group(
             total + 4 * (begin - first), codes, origin, size, begin, end, coding, table, masks, terms, stride,
             start, peak, is_dither, element + begin, k0, k1, spare,

@@ -136,6 +136,7 @@ load_u8 = _loader(I32, INT8, _zero_extend)
 load_u8x16 = _loader(I16, INT8, _zero_extend)
 load_scalar_u16 = _loader(types.int64, INT16, _zero_extend)
 load_scalar_u32 = _loader(types.int64, INT32, _zero_extend)
+load_scalar_i64 = _loader(types.int64, INT64, _as_is)
 
 
 def _storer(memory, narrow):

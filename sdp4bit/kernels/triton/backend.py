@@ -83,7 +83,7 @@ def _launch(
     kernel,
     grid: tuple[int, int, int],
     tensors: tuple[Tensor, ...],
-    numbers: tuple[int | float | None, ...],
+    numbers: tuple[int | float | Tensor | None, ...],
     constants: tuple,
     num_warps: int,
 ) -> None:
@@ -179,19 +179,22 @@ def _quantize(
     values_per_thread: int,
     is_paired: bool,
     clip: float = 1.0,
+    skip: int | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """Launch the kernel that quantizes rows; strides are between destinations and between parts."""
     groups, slots, tiles = _tile(layout, _warp_size(out.device) * (1 + is_paired))
     # Lengths and strides are passed in their largest common unit. In units of 16 values the compiler can use
     # full vectors.
-    unit = math.gcd(_VALUE_UNIT, layout.numel, *strides)
+    unit = math.gcd(_VALUE_UNIT, layout.numel, *strides) if blocks is None else 1
     _launch(
         quantize_kernel,
-        (tiles, layout.parts, destinations),
+        (tiles, layout.parts, destinations - (skip is not None)),
         (values, values if replica is None else replica, out),
         (
-            *(layout.numel // unit, strides[0] // unit, strides[1] // unit),
-            *(layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding)),
+            layout.numel // unit if blocks is None else blocks,
+            *(strides[0] // unit, strides[1] // unit),
+            *(layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding), skip),
         ),
         (
             *(unit, FORMATS[layout.format.name], float(clip), _group_blocks(layout), groups, slots),
@@ -255,6 +258,8 @@ def hadamard_quantize(
     layout: MessageLayout,
     hadamard: bool,
     rounding: RoundingKey | None,
+    skip: int | None,
+    blocks: Tensor | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`.
 
@@ -265,9 +270,10 @@ def hadamard_quantize(
     # The stride of a dimension of size 1 is meaningless.
     strides = values.stride(0) if destinations > 1 else 0, values.stride(1) if parts > 1 else 0
     place = {"destinations": destinations, "strides": strides, "out_stride": _message_stride(out)}
-    is_paired = hadamard and _in_pairs(layout)
+    # The second slot of a pair may be in a block after the last one, which has no entry.
+    is_paired = hadamard and _in_pairs(layout) and blocks is None
     work = {"values_per_thread": 32 if is_paired else 16, "is_paired": is_paired}
-    _quantize(values, None, out, layout, hadamard, rounding, **place, **work)
+    _quantize(values, None, out, layout, hadamard, rounding, **place, **work, skip=skip, blocks=blocks)
 
 
 def dequantize_reduce_quantize(
@@ -278,7 +284,7 @@ def dequantize_reduce_quantize(
     sent: MessageLayout,
     rounding: RoundingKey | None,
     dither: RoundingKey | None,
-    first_part: int,
+    skip: int | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`.
 
@@ -289,11 +295,11 @@ def dequantize_reduce_quantize(
     groups, slots, tiles = _tile(sent, _warp_size(out.device) * (1 + is_paired))
     _launch(
         reduce_quantize_kernel,
-        (tiles, out.shape[0], 1),
+        (tiles, received.parts - (skip is not None), 1),
         (messages, out),
         (
             *(messages.shape[0], sent.padded_numel // BLOCK, _message_stride(messages), _message_stride(out)),
-            *(first_part, received.parts),
+            *(received.parts, skip),
             *_rounding_numbers(rounding),
             *_dither_numbers(dither),
         ),
@@ -314,26 +320,31 @@ def dequantize_reduce_hadamard(
     multiplier: float,
     dither: RoundingKey | None,
     part: int,
-    accumulate: bool,
+    skip: int | None,
+    own: Tensor | None,
+    blocks: Tensor | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`.
 
-    Bytes per value: k * (bits / 8 + 2 / group_size) read, 4 (fp32) written and, to accumulate, 4 read. Four
-    messages of 4 bits with groups of 128 that replace the output take 6.06.
+    Bytes per value: k * (bits / 8 + 2 / group_size) read, 4 (fp32) written and, with own values, 4 read.
+    Four messages of 4 bits with groups of 128 take 6.06.
     """
-    unit, blocks = math.gcd(_VALUE_UNIT, layout.numel), layout.padded_numel // BLOCK
-    slots = _warp_size(out.device)
+    own_unit, row_blocks = math.gcd(_VALUE_UNIT, layout.numel), layout.padded_numel // BLOCK
+    unit = own_unit if blocks is None else 1
+    slots, count = _warp_size(out.device), messages.shape[0] - (skip is not None)
     _launch(
         reduce_hadamard_kernel,
-        (-(-blocks // slots), 1, 1),
-        (messages, out),
+        (-(-row_blocks // slots), 1, 1),
+        (messages, messages if own is None else own, out),
         (
-            *(layout.numel // unit, messages.shape[0], blocks, _message_stride(messages)),
+            layout.numel // unit if blocks is None else blocks,
+            *(count, row_blocks, _message_stride(messages)),
             *(part, layout.parts, multiplier, *_dither_numbers(dither)[:3]),
+            *(skip, layout.numel // own_unit),
         ),
         (
-            *(unit, _unrolled(messages.shape[0]), FORMATS[layout.format.name], _group_blocks(layout), slots),
-            *(hadamard, accumulate),
+            *(unit, _unrolled(count), FORMATS[layout.format.name], _group_blocks(layout), slots),
+            *(hadamard, own is not None, own_unit),
         ),
         _warps(slots, 16, out.device),
     )

@@ -80,16 +80,28 @@ def offsets(chunk):
 
 
 @triton.jit
-def _inside(
+def _places(
     chunk, mask, numel, UNIT: tl.constexpr, FIRST: tl.constexpr = 0, SIZE: tl.constexpr = CHUNK
 ):  # fmt: skip
-    """Return whether values FIRST to FIRST + SIZE of chunks are before the row's end, at `numel` units."""
-    if UNIT == CHUNK:
-        return tl.expand_dims(mask & (chunk < numel), -1)
+    """Return the places of values FIRST to FIRST + SIZE of chunks in a row, and which exist.
+
+    `numel` is the end of the row in units of UNIT values, or points to the table of its blocks (see
+    `ops.hadamard_quantize`).
+    """
+    lane = FIRST + tl.arange(0, SIZE)
+    if numel.dtype.is_ptr():
+        entry = tl.load(numel + (chunk >> 1), mask=mask, other=0)
+        skipped = (chunk & 1) * CHUNK
+        place = tl.expand_dims((entry >> 6) + skipped, -1) + lane
+        return place, tl.expand_dims(mask, -1) & (lane < tl.expand_dims((entry & 63) - skipped, -1))
     else:
-        # Compared per chunk, so that accesses to complete parts of a chunk stay vectors.
-        left = tl.expand_dims(numel.to(tl.int64) * UNIT - chunk.to(tl.int64) * CHUNK, -1)
-        return tl.expand_dims(mask, -1) & ((FIRST + tl.arange(0, SIZE)) < left)
+        place = tl.expand_dims(chunk.to(tl.int64) * CHUNK, -1) + lane
+        if UNIT == CHUNK:
+            return place, tl.expand_dims(mask & (chunk < numel), -1)
+        else:
+            # Compared per chunk, so that accesses to complete parts of a chunk stay vectors.
+            left = tl.expand_dims(numel.to(tl.int64) * UNIT - chunk.to(tl.int64) * CHUNK, -1)
+            return place, tl.expand_dims(mask, -1) & (lane < left)
 
 
 @triton.jit
@@ -98,8 +110,7 @@ def _load_piece(row, chunk, mask, numel, UNIT: tl.constexpr, FIRST: tl.constexpr
 
     The interpreter does not support bf16 and gets its bits as integers.
     """
-    inside = _inside(chunk, mask, numel, UNIT, FIRST, SIZE)
-    place = tl.expand_dims(chunk.to(tl.int64) * CHUNK, -1) + (FIRST + tl.arange(0, SIZE))
+    place, inside = _places(chunk, mask, numel, UNIT, FIRST, SIZE)
     if IS_INTERPRETED and row.dtype.element_ty == tl.bfloat16:
         bits = tl.load(row.to(tl.pointer_type(tl.int16)) + place, mask=inside, other=0)
         return float_from_bf16(bits)
@@ -109,7 +120,7 @@ def _load_piece(row, chunk, mask, numel, UNIT: tl.constexpr, FIRST: tl.constexpr
 
 @triton.jit
 def load_values(row, chunk, mask, numel, UNIT: tl.constexpr):
-    """Return fp32 of chunks of a row of fp32, bf16 or fp16, zero beyond its `numel` units of UNIT values."""
+    """Return fp32 of chunks of a row of fp32, bf16 or fp16, zero if they do not exist; see _places."""
     return _load_piece(row, chunk, mask, numel, UNIT, 0, CHUNK)
 
 
@@ -168,16 +179,16 @@ def load_for(row, chunk, mask, numel, UNIT: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def store_values(row, chunk, value, mask, numel, UNIT: tl.constexpr):
     """Write fp32 values to chunks of a row of fp32, bf16 or fp16, rounded to nearest even."""
-    inside = _inside(chunk, mask, numel, UNIT)
+    place, inside = _places(chunk, mask, numel, UNIT)
     if row.dtype.element_ty == tl.bfloat16:
         # Adding 0x7FFF, and 1 if the upper half is odd, carries for more than a half and for a half that
         # rounds to even. NaN might carry into infinity or out of the word, so it is handled separately.
         bits = value.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where((bits & ABS_MASK) > INFINITY_BITS, NAN_SCALE, rounded)
-        tl.store(row.to(tl.pointer_type(tl.int16)) + offsets(chunk), rounded.to(tl.int16), mask=inside)
+        tl.store(row.to(tl.pointer_type(tl.int16)) + place, rounded.to(tl.int16), mask=inside)
     else:
-        tl.store(row + offsets(chunk), value.to(row.dtype.element_ty), mask=inside)
+        tl.store(row + place, value.to(row.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -96,7 +96,7 @@ def _load_codes(codes, scales, chunk, place, group, is_high, mask, dither, FORMA
 @triton.jit
 def sum_messages(
     codes, scales, stride, count, chunk, blocks, mask, dither,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, SIGNED_ZERO: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, SIGNED_ZERO: tl.constexpr, skip=None,
 ):  # fmt: skip
     """Return the fp32 sum of chunks over messages, in order, from +0.0.
 
@@ -104,7 +104,7 @@ def sum_messages(
 
     Every chunk computes its own group, independent of the caller's groups. `stride` is the even distance of
     messages in bytes. COUNT unrolls the loop; -1 takes the number of messages from count. `dither` is that of
-    the chunks, or None.
+    the chunks, or None. The message `skip` is neither read nor counted.
     """
     group = chunk // (2 * GROUP)
     position = chunk  # of the chunk's codes, in units of 16 bytes
@@ -118,8 +118,9 @@ def sum_messages(
     total = tl.zeros(place.shape, tl.float32)
     if COUNT >= 0:
         for i in tl.static_range(COUNT):
-            step = i * stride
-            mine = None if dither is None else dither ^ reverse8(i)
+            number = i if skip is None else i + (i >= skip)
+            step = number * stride
+            mine = None if dither is None else dither ^ reverse8(number)
             value = _load_codes(
                 codes + step, scales + (step >> 1), chunk, place, group, is_high, mask, mine, FORMAT
             )
@@ -129,8 +130,9 @@ def sum_messages(
                 total += value
     else:
         for i in range(count):
-            step = i * stride
-            mine = None if dither is None else dither ^ reverse8(i)
+            number = i if skip is None else i + (i >= skip)
+            step = number * stride
+            mine = None if dither is None else dither ^ reverse8(number)
             total += _load_codes(
                 codes + step, scales + (step >> 1), chunk, place, group, is_high, mask, mine, FORMAT
             )

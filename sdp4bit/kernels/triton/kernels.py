@@ -51,8 +51,8 @@ from sdp4bit.quantization.checksum import GOLDEN, PIECE_WORDS, ROUNDS, signed64
 _RUNTIME = [
     *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks"),
     *("destination_stride", "part_stride", "row_stride", "stride", "out_stride", "multiplier"),
-    *("part", "first_part", "parts_in"),
-    *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in", "units"),
+    *("part", "parts_in", "skip", "own_numel", "units"),
+    *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in"),
 ]
 _GOLDEN, _PIECE_WORDS = tl.constexpr(signed64(GOLDEN)), tl.constexpr(PIECE_WORDS)
 _FIRST_ROUND, _SECOND_ROUND, _THIRD_ROUND = (tl.constexpr((bits, signed64(f))) for bits, f in ROUNDS)
@@ -125,7 +125,7 @@ def quantize_kernel(
     values,
     replica,
     out,
-    numel,  # of a row; like the strides of values in units of UNIT values
+    numel,  # of a row; like the strides of values in units of UNIT values; or the table of its blocks
     destination_stride: tl.int64,
     part_stride: tl.int64,
     blocks,  # of 32 values in a row, with padding
@@ -135,6 +135,7 @@ def quantize_kernel(
     first_block,
     row_blocks,
     sender_mask,  # of dither, or None
+    skip,  # a destination that is left out, or None
     UNIT: tl.constexpr,
     FORMAT: tl.constexpr,
     CLIP: tl.constexpr,
@@ -153,6 +154,8 @@ def quantize_kernel(
     """
     part, parts = tl.program_id(1), tl.num_programs(1)
     destination = tl.program_id(2)
+    if skip is not None:
+        destination += destination >= skip
     start = destination * destination_stride.to(tl.int64) + part * part_stride.to(tl.int64)
     source = values + start * UNIT
     message = out + destination * (out_stride.to(tl.int64) * 16)
@@ -258,8 +261,8 @@ def reduce_quantize_kernel(
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes, like out_stride
     out_stride: tl.int64,
-    first_part,  # the first received part that is sent
     parts_in,
+    skip,  # a part that is left out, or None
     k0,
     k1,
     first_block,
@@ -285,8 +288,10 @@ def reduce_quantize_kernel(
     are independent. Long groups are read twice, as above.
     """
     part = tl.program_id(1)
+    if skip is not None:
+        part += part >= skip
     step = stride.to(tl.int64) * 16
-    codes_in, scales_in = codes_and_scales(messages, first_part + part, parts_in, blocks, FORMAT_IN, GROUP_IN)
+    codes_in, scales_in = codes_and_scales(messages, part, parts_in, blocks, FORMAT_IN, GROUP_IN)
     message = out + part * (out_stride.to(tl.int64) * 16)
     codes, scales = codes_and_scales(message, 0, 1, blocks, FORMAT, GROUP)
     random = first_block + part * row_blocks
@@ -377,8 +382,9 @@ def dequantize_kernel(
 @triton.jit(do_not_specialize=_RUNTIME)
 def reduce_hadamard_kernel(
     messages,
+    own,
     out,
-    numel,  # in units of UNIT values
+    numel,  # in units of UNIT values, or the table of the blocks of the output
     count,
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
@@ -388,15 +394,18 @@ def reduce_hadamard_kernel(
     k0_in,
     k1_in,
     first_block_in,  # of dither, or None
+    skip,  # a message that is left out and not counted, or None
+    own_numel,  # in units of OWN_UNIT values
     UNIT: tl.constexpr,
     COUNT: tl.constexpr,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HADAMARD: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    OWN_UNIT: tl.constexpr,
 ):
-    """Write a part's sum over all messages, transformed, times the multiplier, or add it to the output.
+    """Write a part's sum over the messages, transformed, times the multiplier, plus the own values.
 
     A tile is ROWS blocks, independent of groups. Both chunks of a block are in one thread, so that the
     transform needs no exchange. The bytes of an int4 group are read once for each nibble, the second time
@@ -414,11 +423,13 @@ def reduce_hadamard_kernel(
         if first_block_in is not None:
             low_dither, high_dither = draw_dithers(first_block_in + block, k0_in, k1_in)
         low = sum_messages(
-            codes, scales, step, count, low_chunk, blocks, mask, low_dither, FORMAT, GROUP, COUNT, True
-        )
+            codes, scales, step, count, low_chunk, blocks, mask, low_dither,
+            FORMAT, GROUP, COUNT, True, skip,
+        )  # fmt: skip
         high = sum_messages(
-            codes, scales, step, count, high_chunk, blocks, mask, high_dither, FORMAT, GROUP, COUNT, True
-        )
+            codes, scales, step, count, high_chunk, blocks, mask, high_dither,
+            FORMAT, GROUP, COUNT, True, skip,
+        )  # fmt: skip
         if HADAMARD:
             low = mix16(low)
             high = mix16(high)
@@ -427,9 +438,9 @@ def reduce_hadamard_kernel(
             high = difference
         low *= multiplier
         high *= multiplier
-        if ACCUMULATE:
-            low += load_values(out, low_chunk, mask, numel, UNIT)
-            high += load_values(out, high_chunk, mask, numel, UNIT)
+        if HAS_OWN:
+            low += load_values(own, low_chunk, mask, own_numel, OWN_UNIT)
+            high += load_values(own, high_chunk, mask, own_numel, OWN_UNIT)
         store_values(out, low_chunk, low, mask, numel, UNIT)
         store_values(out, high_chunk, high, mask, numel, UNIT)
 

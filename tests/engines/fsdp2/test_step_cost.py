@@ -5,6 +5,7 @@ Layer: one process, one rank of a job on simulated GPUs (`tests.engines.simulate
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.engines.fsdp2.events import FSDPModelState
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook
+from tests import ROOT
+from tests.engines import launches
 from tests.engines.simulated_cuda import Kernels, simulate
 from tests.engines.stream_scenarios import (
     FULL,
@@ -30,8 +33,10 @@ from tests.engines.stream_scenarios import (
 from tests.engines.stream_simulator import Event, Simulator, running
 from tests.ranks import on_ranks
 
-PRELOAD = ["tests.engines.stream_scenarios"]
+PRELOAD = ["tests.engines.stream_scenarios", "tests.engines.launches"]
 GROUPS = 5
+LAUNCHES_PER_GROUP = 60
+"""Budget of the default configuration beyond plain FSDP2."""
 SLOW = pytest.mark.slow
 FULL_PRECISION = weights(bits=None, replica="full")
 
@@ -77,6 +82,17 @@ def test_measuring_takes_few_calls_before_the_first_unshard_and_no_timed_event()
     assert len(found) == 2 and max(found) <= 46 * GROUPS, found
     # A timed event costs a GPU some of its overlap.
     assert made.called and not any(call.kwargs.get("enable_timing") for call in made.call_args_list)
+
+
+# -- launches -----------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_launches_of_a_step_are_within_the_budget_and_those_of_the_documentation() -> None:
+    counts, waits = launches.count_launches()
+    documented = json.loads((ROOT / "results" / "launches.json").read_text())
+    assert counts == documented["launches"], launches.table_of(counts)
+    assert counts.total() <= LAUNCHES_PER_GROUP * launches.GROUPS and waits == 0, launches.table_of(counts)
 
 
 # -- unshard ------------------------------------------------------------------------------------------
