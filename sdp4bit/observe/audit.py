@@ -15,7 +15,7 @@ from sdp4bit.collectives.exchange import all_gather_dense
 from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import AuditConfig
-from sdp4bit.quantization.checksum import checksum
+from sdp4bit.quantization.ops import checksum
 from sdp4bit.traffic import TrafficCounter
 
 

@@ -1,4 +1,4 @@
-"""The five fused operators: argument checks and dispatch to a back end.
+"""The fused operators: argument checks and dispatch to a back end.
 
 Every operator writes to the caller's buffer and returns nothing, so that buffers can be reused. CPU tensors
 use numba if it is installed and the reference otherwise, CUDA tensors use Triton. All back ends produce the
@@ -349,3 +349,24 @@ def dequantize_reduce_hadamard(
             own=own,
             blocks=blocks,
         )
+
+
+def add_checksum(values: Tensor, *, out: Tensor) -> None:
+    """Add to `out`, int64 [], a number that any single flipped bit of values changes (`checksum.py`).
+
+    Args:
+        values: any shape, strides and dtype; read once.
+    """
+    if out.dtype != torch.int64 or out.shape != () or out.device != values.device:
+        raise ValueError(
+            f"out must be int64 [] on {values.device}, got {out.dtype} {list(out.shape)} on {out.device}"
+        )
+    with profiler_range("sdp4bit::add_checksum"):
+        _backend(values).add_checksum(values, out=out)
+
+
+def checksum(values: Tensor) -> Tensor:
+    """Return the checksum of values, int64 [] on their device; see :func:`add_checksum`."""
+    out = torch.zeros((), dtype=torch.int64, device=values.device)
+    add_checksum(values, out=out)
+    return out

@@ -31,6 +31,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sdp4bit.quantization.checksum import add_checksum  # noqa: F401 - an operator
 from sdp4bit.quantization.formats import BLOCK, Format
 from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import MessageLayout

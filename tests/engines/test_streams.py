@@ -38,7 +38,7 @@ from tests.engines.stream_scenarios import (
     SimulatedFuture,
 )
 from tests.engines.stream_simulator import Collective, Simulator, Stream
-from tests.ranks import run_ranks, users_of
+from tests.ranks import on_ranks, run_ranks, users_of
 
 PRELOAD = ["tests.engines.stream_scenarios"]
 
@@ -48,8 +48,7 @@ EDITS = "fsdp2/events.py"
 MAY_WAIT = {
     "load": ("engines/fsdp2/",),  # the ranks agree whether the loaded rows fit
     "load, full replica": ("engines/fsdp2/",),
-    "accumulation": (EDITS,),  # whether weights were edited since the first reduction
-    "accumulation, unreduced": (EDITS,),  # the same in the last micro-batch, which is reduced
+    "accumulation": (EDITS,),  # each micro-batch is reduced, as with SAM: whether weights were edited since
     "frozen": (EDITS,),  # whether frozen weights were edited
     "edits": (EDITS,),  # in evaluations: whether weights were edited, and by how much
     "evaluation": (EDITS,),  # the same
@@ -63,6 +62,7 @@ MAY_WAIT = {
 QUICK = (
     *("plain FSDP2", "node replica", "pipeline chunks", "edits", "unshard, measured meanwhile", "two roots"),
     *("HSDP", "mesh per parameter", "DDP", "load", "evaluation", "telemetry", "audit"),
+    "accumulation, unreduced",
 )
 """Scenarios of FSDP2 and DDP that the quick tests have; the parts of the others are in them too."""
 
@@ -441,6 +441,26 @@ def logs_of_rank(names: Sequence[str]) -> dict[str, Log]:
 def logs_of_all(*names: str) -> dict[str, list[Log]]:
     ranks = run_ranks(logs_of_rank, 4, names, timeout=900.0)
     return {name: [logs[name] for logs in ranks] for name in names}
+
+
+@on_ranks(1)
+def test_an_edit_in_an_accumulation_is_sent_after_its_step_and_not_waited_for() -> None:
+    """The comparison arrives on the host later; large edits then take full precision."""
+    with simulate() as sim:
+        run = FSDPRun().train(1)
+        (model,) = run.models
+        model.set_requires_gradient_sync(False)
+        run.backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().mul_(2)
+        model.set_requires_gradient_sync(True)
+        run.backward()
+        run.step()
+        assert sim.host_waits == [] and all(comm.full_refreshes == 0 for comm in run.comm.groups)
+        torch.cuda.synchronize()
+        run.forward()
+        assert all(comm.full_refreshes == 1 for comm in run.comm.groups)
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ def test_known_kernels_are_those_that_triton_chooses(calls):
     assert len(launch_module._known) == len(kernels)
 
 
-@pytest.mark.parametrize("name", ["quantize", "dequantize", "reduce_quantize", "reduce_hadamard"])
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "reduce_quantize", "reduce_hadamard", "checksum"])
 def test_numbers_are_never_specialized(name):
     """Arguments that choose a kernel: tensors, numbers of which only the type counts, constants."""
     kernel = getattr(backend, f"{name}_kernel")

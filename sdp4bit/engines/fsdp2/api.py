@@ -49,7 +49,6 @@ from sdp4bit.engines.fsdp2.view import (
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.audit import ReplicaCopy
-from sdp4bit.quantization.checksum import prepare_checksums
 from sdp4bit.quantization.random import check_numbers
 
 Skip = Collection[str] | Callable[[str], bool] | None
@@ -241,7 +240,6 @@ class FSDPCommHandle(CommHandle):
                 comm.group, layouts, config=config, skipped=skipped
             )
             comm.separate_parameters = config.separate_parameters
-            prepare_checksums(comm.group.device)
             if config.weights is not None and not comm.weights_unquantized_reason:
                 sections = comm.group.weight_sections(
                     unit=config.weights.group_size, separate=config.separate_parameters

@@ -413,7 +413,7 @@ class FSDPModelState(ModelState):
             own: whether weights have changed and gradients were reduced on this rank; returned for all.
         """
         over, comms = comms[0], [comm for comm in comms if comm.replica is not None]
-        found = {comm: comm.fresh.find_edits() for comm in comms if comm.fresh.may_wait()}
+        found = {comm: comm.fresh.find_edits() for comm in comms}
         edits = {comm: edit for comm, edit in found.items() if edit is not None}
         edited = dict(zip(edits, torch.stack(list(edits.values())).tolist(), strict=True)) if edits else {}
         seen = [

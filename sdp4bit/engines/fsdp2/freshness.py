@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.sections import Range
+from sdp4bit.collectives.sections import Range, pieces_of
 from sdp4bit.collectives.work import HostCopy
 from sdp4bit.engines.edits import LARGEST_SMALL_EDIT
 from sdp4bit.engines.fsdp2.view import FSDPGroup
-from sdp4bit.quantization.checksum import checksum
+from sdp4bit.quantization import ops
 
 
 class State(Enum):
@@ -169,7 +169,8 @@ class Freshness:
         self._checksums: Tensor | None = None
         self._dtype = torch.float32
         self._nonfinite: HostCopy | None = None
-        self._is_accumulating = False  # the last forward only accumulated gradients
+        self._comparisons: list[HostCopy] = []  # with these checksums, on their way to the host
+        self._is_accumulating = False  # the last forward was in training and only accumulated gradients
         self.full_in_a_row = 0
         # From a checkpoint, until the next refresh: the replica's row of this rank's shard, and fingerprints
         # of the main shards when they were saved, int64 [segments, slots of this rank].
@@ -208,16 +209,19 @@ class Freshness:
 
     # -- agreement of the ranks -------------------------------------------------------------------------
 
-    def may_wait(self) -> bool:
-        """Return whether the host may wait for the checksums of `find_edits`; called once per forward."""
-        # A GPU would be waited for in every micro-batch of an accumulation. The forward whose gradients are
-        # reduced finds an edit between two of them.
+    def find_edits(self) -> Tensor | None:
+        """Compare the weights with those of the last refresh; called once per forward.
+
+        Returns:
+            Whether they differ, a bool scalar on the device; None if unknown or if the host does not wait.
+        """
         group, was_accumulating = self._group, self._is_accumulating
         self._is_accumulating = group.module.training and not group.reduces_gradients
-        return _is_on_host(group) or not (self._is_accumulating and was_accumulating)
-
-    def find_edits(self) -> Tensor | None:
-        """Return whether weights differ from those of the last refresh, a bool scalar; None if unknown."""
+        # A GPU would be waited for in every micro-batch after one whose gradients are not reduced. The last
+        # one finds an edit between them, and the first forward after the result has arrived sends it.
+        may_wait = _is_on_host(group) or not (was_accumulating and group.module.training)
+        if not may_wait and self._is_accumulating:
+            return None
         before = self._checksums
         if self.state not in (State.CURRENT, State.STEPPED) or before is None:
             return None
@@ -227,17 +231,24 @@ class Freshness:
         if has_stepped and not frozen:
             return None
         row = self._group.main_shard(self._dtype)
-        is_edited = _checksum(row, frozen) != before[1]
-        return is_edited if has_stepped else is_edited | (_checksum(row, trained) != before[0])
+        first = int(has_stepped)
+        sums = _add_checksums(row, (trained, frozen)[first:], torch.zeros_like(before[first:]))
+        is_edited = (sums != before[first:]).any()
+        if may_wait:
+            return is_edited
+        self._comparisons.append(HostCopy(is_edited))
+        return None
 
     def flags(self, *, edited: bool, is_torn: bool, has_gradients: bool) -> Flags:
         """Return the events that this rank has seen; `edited` is the result of `find_edits`."""
         # The host does not wait for the flag of the device: one that arrives late counts in the next step.
         nonfinite = None if self._nonfinite is None else self._nonfinite.arrived()
+        late = [(copy, copy.arrived()) for copy in self._comparisons]
+        self._comparisons = [copy for copy, found in late if found is None]
         return Flags(
             full_due=is_torn or self.state in (State.NEVER, State.FULL_DUE),
             stepped=self.seen.has_stepped or self.state in (State.STEPPED, State.LOADED_STEPPED),
-            edited=edited,
+            edited=edited or any(bool(found) for _, found in late if found is not None),
             loaded=self.seen.was_loaded,
             nonfinite=nonfinite is not None and bool(nonfinite),
             # Training in eval mode, which only switches dropout off, has gradients.
@@ -337,12 +348,11 @@ class Freshness:
         if due.ranges is None and due.trained != self.trained:
             self._set_trained(due.trained)
         trained, frozen = self._parts
-        if before is None or is_full or due.ranges is None:
-            unchanged = _checksum(row, frozen)
-        else:
+        sums = row.new_zeros(2, dtype=torch.int64)
+        if frozen and before is not None and not is_full and due.ranges is not None:
             # A difference of the rest has not sent an edit of the frozen part, which must still be detected.
-            unchanged = before[1]
-        self._checksums, self._dtype = torch.stack([_checksum(row, trained), unchanged]), row.dtype
+            sums[1], frozen = before[1], []
+        self._checksums, self._dtype = _add_checksums(row, (trained, frozen), sums), row.dtype
 
     def _set_trained(self, trained: frozenset[int]) -> None:
         """Set the segments that are trainable at a refresh; the others are frozen and not sent."""
@@ -350,11 +360,13 @@ class Freshness:
         self.trained, self._parts = trained, (row.ranges(trained), row.ranges(row.everything - trained))
 
 
-def _checksum(row: Tensor, ranges: Sequence[Range]) -> Tensor:
-    pieces = [row[start:end] for start, end in ranges]
-    if not pieces:
-        return row.new_zeros((), dtype=torch.int64)
-    return checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+def _add_checksums(row: Tensor, parts: Sequence[Sequence[Range]], sums: Tensor) -> Tensor:
+    """Add the checksums of parts of a row [n] to sums, int64 [parts], and return these."""
+    for ranges, out in zip(parts, sums, strict=True):
+        if ranges:
+            pieces = pieces_of(row, ranges)
+            ops.add_checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces), out=out)
+    return sums
 
 
 def _is_on_host(group: FSDPGroup) -> bool:

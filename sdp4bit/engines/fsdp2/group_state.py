@@ -12,7 +12,7 @@ from sdp4bit.engines.fsdp2.freshness import Event, Freshness, State, next_refres
 from sdp4bit.engines.fsdp2.view import FSDPGroup
 from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.observe.measures import sample_of
-from sdp4bit.quantization.checksum import checksum
+from sdp4bit.quantization.ops import checksum
 
 
 class FSDPGroupState(Group):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.kernels.cpu import formats, kernels, tiles
+from sdp4bit.quantization.checksum import GOLDEN, PIECE_WORDS, piece_factors, signed64, words_of
 from sdp4bit.quantization.layout import SCALE_BYTES, MessageLayout, round_up
 from sdp4bit.quantization.random import RoundingKey
 
@@ -353,3 +354,9 @@ def dequantize_reduce_hadamard(
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
+
+
+def add_checksum(values: Tensor, *, out: Tensor) -> None:
+    """See :func:`sdp4bit.quantization.ops.add_checksum`."""
+    words, factors = words_of(values), piece_factors(values.device)
+    out += kernels.sum_words(words.numpy(), factors.numpy(), PIECE_WORDS, signed64(GOLDEN))

@@ -1,4 +1,4 @@
-"""The five operators as Triton kernels for NVIDIA and AMD GPUs. Not run on a GPU.
+"""The operators as Triton kernels for NVIDIA and AMD GPUs. Not run on a GPU.
 
 Triton's interpreter produces the bytes of :mod:`sdp4bit.quantization.reference`, and every kernel compiles
 for sm_80 to sm_120, gfx942 and gfx950. Speed is not measured, so tile sizes and warp counts are not tuned.
@@ -27,12 +27,14 @@ from torch import Tensor
 from sdp4bit.kernels.triton.codes import DITHER, NEAREST, STOCHASTIC
 from sdp4bit.kernels.triton.formats import FORMATS
 from sdp4bit.kernels.triton.kernels import (
+    checksum_kernel,
     dequantize_kernel,
     quantize_kernel,
     reduce_hadamard_kernel,
     reduce_quantize_kernel,
 )
 from sdp4bit.kernels.triton.launch import launch
+from sdp4bit.quantization.checksum import PIECE_WORDS, bytes_of
 from sdp4bit.quantization.formats import BLOCK
 from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout
 from sdp4bit.quantization.random import RoundingKey
@@ -48,6 +50,8 @@ _MAX_PAIRED = 4
 _RESIDENT_WARPS = 24
 """Warps per multiprocessor of a launch; not measured. Six per scheduler keep it busy, because each thread has
 16 to 32 values; with more, a program would have fewer tiles."""
+_CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
+"""Words of a piece per program, 64 bytes per thread; not measured."""
 _VALUE_UNIT = 16
 """Rows whose length and strides are multiples of this are read and written in 16-byte vectors."""
 
@@ -353,4 +357,22 @@ def dequantize_reduce_hadamard(
             *(hadamard, own is not None, own_unit),
         ),
         _warps(slots, 16, out.device),
+    )
+
+
+def add_checksum(values: Tensor, *, out: Tensor) -> None:
+    """See :func:`sdp4bit.quantization.ops.add_checksum`.
+
+    Each byte is read once.
+    """
+    source = bytes_of(values)
+    unit = math.gcd(8, source.data_ptr(), source.numel())
+    words = -(-source.numel() // 8)
+    _launch(
+        checksum_kernel,
+        (-(-words // PIECE_WORDS), -(-min(words, PIECE_WORDS) // _CHECKSUM_WORDS), 1),
+        (source, out),
+        (source.numel() // unit,),
+        (unit, _CHECKSUM_WORDS),
+        _CHECKSUM_WARPS,
     )

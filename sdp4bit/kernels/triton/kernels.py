@@ -47,14 +47,17 @@ from sdp4bit.kernels.triton.random_bits import (
     draw_dither,
     draw_dithers,
 )
+from sdp4bit.quantization.checksum import GOLDEN, PIECE_WORDS, ROUNDS, signed64
 
 # Arguments that Triton must not specialize, because they vary between calls.
 _RUNTIME = [
     *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks"),
     *("destination_stride", "part_stride", "row_stride", "stride", "out_stride", "multiplier"),
-    *("part", "parts_in", "skip", "own_numel", "nonfinite"),
+    *("part", "parts_in", "skip", "own_numel", "nonfinite", "units"),
     *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in"),
 ]
+_GOLDEN, _PIECE_WORDS = tl.constexpr(signed64(GOLDEN)), tl.constexpr(PIECE_WORDS)
+_FIRST_ROUND, _SECOND_ROUND, _THIRD_ROUND = (tl.constexpr((bits, signed64(f))) for bits, f in ROUNDS)
 
 
 @triton.jit
@@ -490,3 +493,46 @@ def reduce_hadamard_kernel(
         first_block_in, k0_in, k1_in, skip, own_numel,
         UNIT, COUNT, FORMAT, GROUP, ROWS, HADAMARD, HAS_OWN, OWN_UNIT,
     )  # fmt: skip
+
+
+@triton.jit
+def _mix(x, ROUND: tl.constexpr):
+    shifted = x.to(tl.uint64, bitcast=True) >> ROUND[0]
+    return (x ^ shifted.to(tl.int64, bitcast=True)) * ROUND[1]
+
+
+@triton.jit
+def _odd_factors(number):
+    """Return odd pseudo-random int64 factors of int64 numbers, as `checksum.piece_factors`."""
+    x = (number + 1) * _GOLDEN
+    return _mix(_mix(_mix(x, _FIRST_ROUND), _SECOND_ROUND), _THIRD_ROUND) | 1
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def checksum_kernel(
+    values,
+    out,
+    units: tl.int64,  # of UNIT bytes
+    UNIT: tl.constexpr,  # bytes: 8, or less if values are not aligned
+    WORDS: tl.constexpr,
+):
+    """Add the checksum of values to `out`, see `quantization/checksum.py`.
+
+    A program has the same WORDS words of several pieces, whose factors it computes once.
+    """
+    place = (tl.program_id(1) * WORDS + tl.arange(0, WORDS)).to(tl.int64)
+    low, high = _odd_factors(place), _odd_factors(place + _PIECE_WORDS)
+    PER_WORD: tl.constexpr = 8 // UNIT
+    source = values.to(tl.pointer_type(tl.core.get_int_dtype(8 * UNIT, True)))
+    total = tl.zeros([WORDS], tl.int64)
+    pieces = tl.cdiv(units.to(tl.int64), _PIECE_WORDS * PER_WORD)
+    for piece in range(tl.program_id(0).to(tl.int64), pieces, tl.num_programs(0)):
+        first = (place + piece * _PIECE_WORDS) * PER_WORD
+        word = tl.load(source + first, mask=first < units, other=0).to(tl.int64)
+        if UNIT < 8:
+            word = word & ((1 << (8 * UNIT)) - 1)
+            for i in tl.static_range(1, PER_WORD):
+                more = tl.load(source + first + i, mask=first + i < units, other=0).to(tl.int64)
+                word = word | ((more & ((1 << (8 * UNIT)) - 1)) << (8 * UNIT * i))
+        total += (word * low + (word >> 32) * high) * (2 * piece + 1)
+    tl.atomic_add(out, tl.sum(total * _GOLDEN), sem="relaxed")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from sdp4bit import AuditConfig, ReplicaMismatchError, SDP4BitConfig, WeightConfig
 from sdp4bit.config import ReplicaPlacement
 from sdp4bit.observe import audit
-from sdp4bit.quantization.checksum import checksum
+from sdp4bit.quantization.ops import checksum
 from tests.ranks import on_ranks, run_ranks
 from tests.toy import QUANTIZED, Run, assert_replicas_identical, build
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit.engines.fsdp2.freshness import State
-from sdp4bit.quantization.checksum import checksum
+from sdp4bit.quantization.ops import checksum
 from tests import ROOT, toy
 from tests.ranks import on_ranks, run_ranks
 

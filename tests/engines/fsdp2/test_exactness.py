@@ -14,7 +14,7 @@ import torch
 
 import sdp4bit
 from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
-from sdp4bit.quantization.checksum import checksum
+from sdp4bit.quantization.ops import checksum
 from tests import mutations
 from tests.paper_strategies import PAPER_STRATEGIES
 from tests.ranks import on_ranks, run_ranks

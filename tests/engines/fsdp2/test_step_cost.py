@@ -115,6 +115,7 @@ def test_a_group_is_refreshed_by_two_launches_whatever_the_number_of_ranks(confi
             run.train(1)
         collectives = [str(each.alike[0]) for each in sim.collectives[sent:]]
     assert operators["subtract_quantize"] == operators["dequantize_add"] == GROUPS
+    assert operators.pop("add_checksum") == GROUPS
     assert operators.total() == 5 * GROUPS
     assert collectives.count("all_to_all") == 2 * GROUPS
 
