@@ -250,14 +250,22 @@ class WeightReplica:
         with profiler_range(f"sdp4bit::weight_refresh ({self._name})"):
             # 1. Transfers of several replicas may be in flight on this stream, so each takes a slot.
             layout = self.message_layout(sections, exact=exact)
-            replicas = [section.take(rows) for section in sections]
+            tables = [self._table(section, device=device) for section in sections]
+            held = [
+                rows if table is not None else s.take(rows) for s, table in zip(sections, tables, strict=True)
+            ]
             if self._slot is None:
                 self._slot = self._scratch.take_slot()
             own = self._scratch.messages(f"send {self._slot}", 1, layout.nbytes, device=device)
             outs = split_messages(own, layout)
-            for section, replica, out in zip(sections, replicas, outs, strict=False):
+            for section, table, replica, out in zip(sections, tables, held, outs, strict=False):
                 self.quantize(
-                    section.take(row), self._own(replica), out[0], section=section, nonfinite=self.nonfinite
+                    row if table is not None else section.take(row),
+                    self._own(replica),
+                    out[0],
+                    section=section,
+                    blocks=table,
+                    nonfinite=self.nonfinite,
                 )
             if exact:
                 bits = bits.to(rows.dtype)
@@ -294,9 +302,10 @@ class WeightReplica:
 
             # 4. The owner's row, too, changes by its message and not by the exact difference.
             parts = split_messages(messages, layout)
-            for section, replica, received in zip(sections, replicas, parts, strict=False):
-                self.apply(received, replica.view(-1, replica.shape[-1]), section=section)
-                section.put(replica, rows)
+            for section, table, replica, received in zip(sections, tables, held, parts, strict=False):
+                self.apply(received, replica.view(-1, replica.shape[-1]), section=section, blocks=table)
+                if table is None:
+                    section.put(replica, rows)
             if exact:
                 target, at = rows.view(-1, rows.shape[-1]), 0
                 received = parts[-1].view(rows.dtype)
@@ -336,6 +345,13 @@ class WeightReplica:
     def _layout_of(self, numel: int, section: Section) -> MessageLayout:
         return section.layout(numel, bits=self.bits, group_size=self.config.group_size)
 
+    def _table(self, section: Section, *, device: torch.device) -> Tensor | None:
+        """Return the blocks of a section that operators read and write where they are in a row."""
+        # Ranges of other sections are joined without padding, so their blocks cross them.
+        if not section.is_fine or len(section.ranges) == 1:
+            return None
+        return self._scratch.table(section.blocks, device=device)
+
     def quantize(
         self,
         row: Tensor,
@@ -343,12 +359,14 @@ class WeightReplica:
         out: Tensor,
         *,
         section: Section = WHOLE,
+        blocks: Tensor | None = None,
         nonfinite: Tensor | None = None,
     ) -> None:
         """Quantize a section's difference from its replica, or the section itself with mode="direct".
 
         Args:
-            row: [n], the section of a rank's main shard, fp32 or in the gathered dtype.
+            row: [n], the section of a rank's main shard, fp32 or in the gathered dtype; with `blocks` the
+                shard.
             replica: [n], its replica.
             out: uint8 [nbytes] of the layout.
             nonfinite: bool scalar, set to True if a group of the message is not finite.
@@ -357,15 +375,19 @@ class WeightReplica:
             row,
             replica=replica if self.sends_differences else None,
             out=out,
-            layout=self._layout_of(row.numel(), section),
+            layout=self._layout_of(row.numel() if blocks is None else section.numel, section),
             clip=1.0 if section.is_fine else self.config.effective_clip,
+            blocks=blocks,
             nonfinite=nonfinite,
         )
 
-    def apply(self, messages: Tensor, rows: Tensor, *, section: Section = WHOLE) -> None:
+    def apply(
+        self, messages: Tensor, rows: Tensor, *, section: Section = WHOLE, blocks: Tensor | None = None
+    ) -> None:
         """Apply messages, uint8 [k, nbytes], to the rows [k, n] of a section of a replica in place."""
-        layout = self._layout_of(rows.shape[1], section)
-        ops.dequantize_add(messages, replica=rows, layout=layout, accumulate=self.sends_differences)
+        layout = self._layout_of(rows.shape[1] if blocks is None else section.numel, section)
+        accumulate = self.sends_differences
+        ops.dequantize_add(messages, replica=rows, layout=layout, accumulate=accumulate, blocks=blocks)
 
     def quantized_differences(self, row: Tensor, replica: Tensor) -> tuple[Tensor, Tensor]:
         """Return the difference of a refresh before and after rounding, both fp32; sends nothing.

@@ -185,22 +185,30 @@ def subtract_quantize(shape: Shape) -> Iterator[KernelCase]:
     """Yield calls for rows of this shape, like the next four functions."""
     dtype, kind = shape.choose(DTYPES, (*DTYPES, None))
     for place, bits in enumerate(ALL_BITS):
-        replica = None if kind is None else make_values(shape.numel, seed=2, dtype=kind)
         layout, clip = shape.layout(bits), CLIPS[(shape.number + place) % len(CLIPS)]
-        named = {"replica": replica, "out": guarded_messages(1, layout)[0], "layout": layout}
-        main = shape.values(seed=1, dtype=dtype)
+        main, blocks = shape.values(seed=1, dtype=dtype), None
+        if (shape.number + place) % 3 == 0:
+            blocks, numel = make_blocks(layout, seed=17)
+            main = guarded_values(make_values(numel, seed=1, dtype=dtype))
+        replica = None if kind is None else make_values(main.numel(), seed=2, dtype=kind)
+        named = {"replica": replica, "out": guarded_messages(1, layout)[0], "layout": layout, "clip": clip}
         if place % 2:
             named["nonfinite"] = torch.zeros((), dtype=torch.bool)
-        yield KernelCase(ops.subtract_quantize, main, {**named, "clip": clip})
+        yield KernelCase(ops.subtract_quantize, main, {**named, "blocks": blocks})
 
 
 def dequantize_add(shape: Shape) -> Iterator[KernelCase]:
     """See subtract_quantize."""
     accumulate, dtype, rows = shape.choose((True, False), DTYPES, (1, 3))
-    for bits in ALL_BITS:
-        messages = make_messages(rows, shape.layout(bits), seed=3, special=shape.edges)
-        named = {"replica": shape.values(rows, seed=4, dtype=dtype), "layout": shape.layout(bits)}
-        yield KernelCase(ops.dequantize_add, messages, {**named, "accumulate": accumulate})
+    for place, bits in enumerate(ALL_BITS):
+        layout, blocks = shape.layout(bits), None
+        messages = make_messages(rows, layout, seed=3, special=shape.edges)
+        replica = shape.values(rows, seed=4, dtype=dtype)
+        if (shape.number + place) % 3 == 0:
+            blocks, numel = make_blocks(layout, seed=18)
+            replica = guarded_values(make_values(rows, numel, seed=4, dtype=dtype))
+        named = {"replica": replica, "layout": layout, "accumulate": accumulate, "blocks": blocks}
+        yield KernelCase(ops.dequantize_add, messages, named)
 
 
 def hadamard_quantize(shape: Shape) -> Iterator[KernelCase]:
@@ -332,18 +340,19 @@ def difference(
 ) -> str | None:
     """Describe how any bit of the tensors' storage differs from the reference on the CPU, or None."""
     arguments = {"first": first, **named}
-    written, layout = "out" if "out" in named else "replica", named.get("sent", named.get("layout"))
+    written = {"out" if "out" in named else "replica", "nonfinite"}
+    layout = named.get("sent", named.get("layout"))
     results = [_call(operator, arguments, "reference", CPU), _call(operator, arguments, backend, device)]
     for name in (name for name, value in arguments.items() if isinstance(value, Tensor)):
         expected, result = (whole(each[name]).to(CPU) for each in results)
-        if name == written and result.dtype == torch.uint8 and layout and not layout.format.has_scales:
+        if name in written and result.dtype == torch.uint8 and layout and not layout.format.has_scales:
             # All NaNs compare equal.
             expected, result = expected.view(torch.float32), result.view(torch.float32)
         different = bits_of(result) != bits_of(expected)
         if different.any():
             where = different.nonzero()[:8].flatten().tolist()
             return f"{name}: {int(different.sum())} of {different.numel()} differ, first at {where}"
-        outputs = written, "nonfinite", "own" if "sent" in arguments else ""
+        outputs = {*written, "own" if "sent" in arguments else ""}
         if name not in outputs and not torch.equal(bits_of(result), bits_of(whole(arguments[name]))):
             return f"{name} is an input and was changed"
     return None

@@ -137,6 +137,7 @@ def subtract_quantize(
     out: Tensor,
     layout: MessageLayout,
     clip: float = 1.0,
+    blocks: Tensor | None = None,
     nonfinite: Tensor | None = None,
 ) -> None:
     """Quantize main - replica (paper algorithm 2), or main if there is no replica, into a message.
@@ -148,6 +149,7 @@ def subtract_quantize(
         layout: of n values, one part. Values are rounded to nearest.
         clip: fraction of a group's largest magnitude that the largest code represents, 0.1 to 1. Larger
             values saturate. It is not sent, because the scale includes it.
+        blocks: as in hadamard_quantize, of `main` and of the replica.
         nonfinite: bool scalar; set to True if a group of the message is not finite.
 
     Raises:
@@ -158,7 +160,7 @@ def subtract_quantize(
         raise ValueError(f"main and replica must be 1-D of equal length, got {list(main.shape)} and {other}")
     if not main.is_contiguous() or (replica is not None and not replica.is_contiguous()):
         raise ValueError("main and replica must be contiguous")
-    check_layout("layout", layout, numel=main.shape[0])
+    check_layout("layout", layout, numel=main.shape[0] if blocks is None else layout.numel)
     if out.dim() != 1:
         raise ValueError(f"out must be uint8 [{layout.nbytes}], got {out.dtype} {list(out.shape)}")
     check_messages("out", out.unsqueeze(0), count=1, layout=layout)
@@ -166,6 +168,8 @@ def subtract_quantize(
     if replica is not None:
         check_values("replica", replica, messages=out)
     check_clip(clip)
+    if blocks is not None:
+        check_blocks(blocks, layout=layout, messages=out)
     if nonfinite is not None:
         if nonfinite.dtype != torch.bool or nonfinite.dim():
             raise ValueError(
@@ -174,11 +178,18 @@ def subtract_quantize(
         check_device("nonfinite", nonfinite, messages=out)
     with profiler_range("sdp4bit::subtract_quantize"):
         _backend(out, layout).subtract_quantize(
-            main, replica=replica, out=out, layout=layout, clip=clip, nonfinite=nonfinite
+            main, replica=replica, out=out, layout=layout, clip=clip, blocks=blocks, nonfinite=nonfinite
         )
 
 
-def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, accumulate: bool) -> None:
+def dequantize_add(
+    messages: Tensor,
+    *,
+    replica: Tensor,
+    layout: MessageLayout,
+    accumulate: bool,
+    blocks: Tensor | None = None,
+) -> None:
     """Add message i to row i of the replica or replace the row by it; fp32 sum, rounded to nearest even.
 
     Args:
@@ -186,15 +197,18 @@ def dequantize_add(messages: Tensor, *, replica: Tensor, layout: MessageLayout, 
         replica: [k, n], fp32, bf16 or fp16, changed in place; rows contiguous.
         layout: of n values, one part.
         accumulate: True adds differences, False replaces weights.
+        blocks: as in hadamard_quantize, of each row; the rest of it is not changed.
     """
     if replica.dim() != 2 or (replica.shape[1] > 1 and replica.stride(1) != 1):
         raise ValueError(f"replica must be 2-D with contiguous rows, got {list(replica.shape)}")
-    check_layout("layout", layout, numel=replica.shape[1])
+    check_layout("layout", layout, numel=replica.shape[1] if blocks is None else layout.numel)
     check_messages("messages", messages, count=replica.shape[0], layout=layout)
     check_values("replica", replica, messages=messages)
+    if blocks is not None:
+        check_blocks(blocks, layout=layout, messages=messages)
     with profiler_range("sdp4bit::dequantize_add"):
         _backend(replica, layout).dequantize_add(
-            messages, replica=replica, layout=layout, accumulate=accumulate
+            messages, replica=replica, layout=layout, accumulate=accumulate, blocks=blocks
         )
 
 

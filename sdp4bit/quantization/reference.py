@@ -257,12 +257,13 @@ def subtract_quantize(
     out: Tensor,
     layout: MessageLayout,
     clip: float,
+    blocks: Tensor | None = None,
     nonfinite: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
     difference = main.float() if replica is None else main.float() - replica.float()
     message = out.unsqueeze(0)
-    encode(_pad(difference.view(1, 1, -1), layout), message, layout, None, clip)
+    encode(_pad(_gather(difference, blocks).view(1, 1, -1), layout), message, layout, None, clip)
     if nonfinite is not None:
         numbers = _scales_of(message, layout) if layout.format.has_scales else decode(message, layout)
         nonfinite |= numbers.isfinite().logical_not_().any()
@@ -274,10 +275,22 @@ def dequantize_add(
     replica: Tensor,
     layout: MessageLayout,
     accumulate: bool,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
     received = decode(messages, layout)[:, 0, : layout.numel]
-    replica.copy_(replica.float() + received if accumulate else received)
+    if accumulate:
+        received = _gather(replica.float(), blocks)[:, : layout.numel] + received
+    _scatter(received, replica, blocks)
+
+
+def _scatter(rows: Tensor, out: Tensor, blocks: Tensor | None) -> None:
+    """Write rows [..., n] to their blocks of a longer row; None for the row as it is."""
+    if blocks is None:
+        out.copy_(rows)
+        return
+    places, exist = (each.flatten()[: rows.shape[-1]] for each in _places_of(blocks))
+    out[..., places[exist]] = rows[..., exist].to(out.dtype)
 
 
 def hadamard_quantize(
@@ -339,8 +352,4 @@ def dequantize_reduce_hadamard(
     result = total[: layout.numel] * torch.tensor(multiplier, dtype=torch.float32)
     if own is not None:
         result = own + result
-    if blocks is None:
-        out.copy_(result)
-        return
-    places, exist = (each.flatten()[: layout.numel] for each in _places_of(blocks))
-    out[places[exist]] = result[exist].to(out.dtype)
+    _scatter(result, out, blocks)

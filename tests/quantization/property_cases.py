@@ -168,19 +168,21 @@ def layouts(draw: st.DrawFn, numel: int, *, parts: int = 1) -> MessageLayout:
 @st.composite
 def _subtract_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
     layout = draw(layouts(draw(lengths)))
-    main = draw(laid_out(draw(tensors((layout.numel,)))))
-    replica = draw(st.none() | tensors((layout.numel,)).flatmap(laid_out))
-    out = guarded_messages(1, layout)[0]
+    blocks, numel = draw(_blocks(layout))
+    main = draw(laid_out(draw(tensors((numel,)))))
+    replica = draw(st.none() | tensors((numel,)).flatmap(laid_out))
+    named = {"replica": replica, "out": guarded_messages(1, layout)[0], "layout": layout}
     flag = draw(st.sampled_from([None, torch.zeros((), dtype=torch.bool)]))
-    return main, {"replica": replica, "out": out, "layout": layout, "clip": draw(clips), "nonfinite": flag}
+    return main, {**named, "clip": draw(clips), "blocks": blocks, "nonfinite": flag}
 
 
 @st.composite
 def _dequantize_add(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
     rows, layout = draw(st.integers(0, 4)), draw(layouts(draw(lengths)))
-    replica = draw(laid_out(draw(tensors((rows, layout.numel)))))
+    blocks, numel = draw(_blocks(layout))
+    replica = draw(laid_out(draw(tensors((rows, numel)))))
     messages = draw(received_messages(rows, layout))
-    named = {"layout": layout, "accumulate": draw(st.booleans())}
+    named = {"layout": layout, "accumulate": draw(st.booleans()), "blocks": blocks}
     return messages, {"replica": replica, **named}
 
 

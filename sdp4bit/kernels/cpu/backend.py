@@ -219,17 +219,18 @@ def subtract_quantize(
     out: Tensor,
     layout: MessageLayout,
     clip: float,
-    nonfinite: Tensor | None = None,
+    blocks: Tensor | None,
+    nonfinite: Tensor | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
     main = _readable(main)
     replica = replica if replica is None else _readable(replica)
     _run(
         kernels.quantize_rows,
-        (replica is not None, False, clip < 1, tiles.NEAREST, False, layout.format),
+        (replica is not None, False, clip < 1, tiles.NEAREST, blocks is not None, layout.format),
         main.data_ptr(), main.dtype is torch.bfloat16, 0, 0,
-        0 if replica is None else replica.data_ptr(), replica is not None and replica.dtype is torch.bfloat16,
-        layout.numel, layout.padded_numel, 1, 1, _NO_INDEX, 0,
+        _address(replica), replica is not None and replica.dtype is torch.bfloat16,
+        layout.numel, layout.padded_numel, 1, 1, _NO_INDEX, _address(blocks),
         out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
         layout.groups, layout.group_size, _step(layout, clip),
         *_rounding_numbers(None), _address(nonfinite),
@@ -243,6 +244,7 @@ def dequantize_add(
     replica: Tensor,
     layout: MessageLayout,
     accumulate: bool,
+    blocks: Tensor | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
     rows = replica.shape[0]
@@ -251,11 +253,11 @@ def dequantize_add(
     # The sum of the single message starts from -0.0, so that -0.0 is preserved.
     _run(
         kernels.dequantize_rows,
-        (False, False, False, layout.format),
+        (False, False, blocks is not None, layout.format),
         messages.data_ptr(), messages.stride(0), 1, layout.scales_offset,
         layout.group_size, rows, layout.numel, layout.padded_numel, target.data_ptr(),
         target.stride(0) * size, size == 2, target.data_ptr() * accumulate, size == 2, _NEGATIVE_ZERO_BITS,
-        kernels.ONE_BITS, *_dither_numbers(None)[:3], _NO_INDEX, 0,
+        kernels.ONE_BITS, *_dither_numbers(None)[:3], _NO_INDEX, _address(blocks),
         work=rows * layout.numel, layout=layout, terms=1,
     )  # fmt: skip
     if target is not replica:

@@ -174,7 +174,7 @@ def quantize_rows(thread, threads, parameters):
         source = values + destination * outer_stride + part * inner_stride
         if not has_blocks:
             source += start << shift
-        other = replica + (start << replica_shift) if has_replica else 0
+        other = replica + (0 if has_blocks else start << replica_shift) if has_replica else 0
         count = min(tile, padded - start)
         # Values in complete blocks; at the end of a row one padded block may remain.
         whole = 0 if has_blocks else min(count, (numel - start) & ~31)
@@ -190,8 +190,10 @@ def quantize_rows(thread, threads, parameters):
                 peak = record(total + 4 * i, block, peak)
             if has_blocks:
                 for i in range(origin, stop, 32):
-                    place, size = _block_of(source, blocks, (start + i) >> 5, shift)
-                    block = _load_block(place, is_bf16, 0, False, hadamard, size, spare)
+                    number = (start + i) >> 5
+                    place, size = _block_of(source, blocks, number, shift)
+                    held = _block_of(other, blocks, number, replica_shift)[0] if has_replica else 0
+                    block = _load_block(place, is_bf16, held, replica_is_bf16, hadamard, size, spare)
                     peak = record(total + 4 * i, block, peak)
             elif whole < stop:
                 block = _load_block(
@@ -209,7 +211,7 @@ def quantize_rows(thread, threads, parameters):
             coding, group_size, step, is_clipped, nonfinite,
             rounding, (destination * parts + part) * row_stride + first + start, k0, k1, mask, spare,
             0 if has_blocks else source + (count << shift), shift,
-            other + (count << replica_shift) if has_replica else 0, replica_shift,
+            other + (count << replica_shift) if has_replica and not has_blocks else 0, replica_shift,
         )  # fmt: skip
         start += tile
         if start >= padded:
@@ -266,8 +268,9 @@ def reduce_quantize(thread, threads, parameters):
 def dequantize_rows(thread, threads, parameters):
     """Write the sum of messages i * terms to (i + 1) * terms, except the one `skip`, to row i.
 
-    It is transformed if `hadamard`, multiplied, and added to the row of `own`, unless that is 0. `initial`,
-    from which sums start, and `multiplier` are the bits of fp32 numbers.
+    It is transformed if `hadamard`, multiplied, and added to the row of `own`, unless that is 0; only an
+    `own` that is `out` has its blocks. `initial`, from which sums start, and `multiplier` are the bits of
+    fp32 numbers.
     """
     (
         is_dither, hadamard, has_blocks, coding,
@@ -293,8 +296,9 @@ def dequantize_rows(thread, threads, parameters):
         if has_blocks:
             for i in range(0, count, 32):
                 place, size = _block_of(target, blocks, (start + i) >> 5, shift)
+                summand = place if own == out else added + (i << own_shift) if own else 0
                 _finish_block(
-                    load_f32(total + 4 * i), place, is_bf16, added + (i << own_shift) if own else 0,
+                    load_f32(total + 4 * i), place, is_bf16, summand,
                     own_is_bf16, hadamard, multiplier, size, spare,
                 )  # fmt: skip
         else:

@@ -213,7 +213,8 @@ def subtract_quantize(
     out: Tensor,
     layout: MessageLayout,
     clip: float,
-    nonfinite: Tensor | None = None,
+    blocks: Tensor | None,
+    nonfinite: Tensor | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`.
 
@@ -224,8 +225,8 @@ def subtract_quantize(
     # 4 bits are words of a full chunk.
     per_thread = 16 if FORMATS[layout.format.name].in_words else 8
     place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": per_thread}
-    flags = {"is_paired": False, "nonfinite": nonfinite}
-    _quantize(main, replica, out, layout, False, None, **place, **flags, clip=clip)
+    optional = {"clip": clip, "blocks": blocks, "nonfinite": nonfinite}
+    _quantize(main, replica, out, layout, False, None, **place, is_paired=False, **optional)
 
 
 def dequantize_add(
@@ -234,6 +235,7 @@ def dequantize_add(
     replica: Tensor,
     layout: MessageLayout,
     accumulate: bool,
+    blocks: Tensor | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`.
 
@@ -242,13 +244,16 @@ def dequantize_add(
     """
     rows, slots = replica.shape[0], _warp_size(replica.device)
     row_stride = replica.stride(0) if rows > 1 else 0
-    unit = math.gcd(_VALUE_UNIT, layout.numel, row_stride)
-    blocks = layout.padded_numel // BLOCK
+    unit = math.gcd(_VALUE_UNIT, layout.numel, row_stride) if blocks is None else 1
+    row_blocks = layout.padded_numel // BLOCK
     _launch(
         dequantize_kernel,
-        (-(-blocks // slots), rows, 1),
+        (-(-row_blocks // slots), rows, 1),
         (messages, replica),
-        (layout.numel // unit, blocks, _message_stride(messages), row_stride // unit),
+        (
+            layout.numel // unit if blocks is None else blocks,
+            *(row_blocks, _message_stride(messages), row_stride // unit),
+        ),
         (unit, FORMATS[layout.format.name], _group_blocks(layout), slots, accumulate),
         # 16 bytes of the replica per thread, the widest store.
         _warps(slots, 16 // replica.element_size(), replica.device),

@@ -420,7 +420,7 @@ def reduce_quantize_kernel(
 def dequantize_kernel(
     messages,
     replica,
-    numel,  # of a row; like row_stride in units of UNIT values
+    numel,  # of a row; like row_stride in units of UNIT values; or the table of its blocks
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
     row_stride: tl.int64,

@@ -44,7 +44,7 @@ def launch(
 
     Args:
         kernel: of :mod:`sdp4bit.kernels.triton.kernels`. Its parameters are the tensors, the numbers (all
-            listed in `do_not_specialize`; one may be an int64 tensor) and the constants, in this order.
+            listed in `do_not_specialize`, some of them tensors) and the constants, in this order.
     """
     # Fusion would change a sum whose product overflows.
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
