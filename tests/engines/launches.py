@@ -28,20 +28,10 @@ WIDTH, HIDDEN, LAYERS = 256, 512, 4
 GROUPS = LAYERS + 1
 _NO_LAUNCH = {
     *("view", "_unsafe_view", "slice", "select", "t", "transpose", "detach", "alias", "as_strided"),
-    *(
-        "squeeze",
-        "unsqueeze",
-        "expand",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "narrow",
-        "permute",
-        "unfold",
-        "set_",
-    ),
-    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "record_stream"),
-    *("_record_function_enter_new", "_record_function_exit", "lift_fresh", "is_same_size"),
+    *("squeeze", "unsqueeze", "expand", "split", "split_with_sizes", "unbind", "narrow", "permute"),
+    *("unfold", "set_", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
+    *("resize_", "record_stream", "_record_function_enter_new", "_record_function_exit"),
+    *("lift_fresh", "is_same_size"),
 }
 """Operators that make a view or allocate."""
 

@@ -76,7 +76,7 @@ def oracle_integers(packed: bytes, bits: float) -> list[int]:
             pairs = [(int.from_bytes(block, "little") >> 7 * i) % 128 for i in range(16)]
             integers += [pair % 11 - 5 for pair in pairs] + [pair // 11 - 5 for pair in pairs]
             continue
-        assert bits == 3
+        assert bits in (2, 3)
         lower, third = int.from_bytes(block[:8], "little"), int.from_bytes(block[8:], "little")
         integers += [(lower >> 2 * i) % 4 + 4 * ((third >> i) % 2) - (1 << bits - 1) for i in range(32)]
     return integers
