@@ -191,17 +191,6 @@ def create_topologies(
     return topologies
 
 
-def create_host_groups(layouts: Sequence[Nodes], *, purpose: str) -> dict[tuple[int, ...], ProcessGroup]:
-    """Create a gloo process group over the ranks of each layout; return this rank's groups by ranks.
-
-    Collective over the job, like :func:`create_topologies`.
-    """
-    groups = {
-        layout.ranks: _create_groups([layout.ranks], purpose=purpose, backend="gloo") for layout in layouts
-    }
-    return {ranks: group for ranks, group in groups.items() if group is not None}
-
-
 def _create_groups(
     groups: Sequence[Sequence[int]], *, purpose: str, backend: str | None = None
 ) -> ProcessGroup | None:
@@ -227,17 +216,21 @@ def _create_groups(
         # Gloo returns when this rank's half of each connection is complete. If a rank released the group now,
         # peers that are still connecting would fail. NCCL connects at the first collective.
         dist.all_reduce(torch.zeros(1), group=own)
-        atexit.unregister(_wait_for_gloo_threads)
-        atexit.register(_wait_for_gloo_threads)
+        let_gloo_threads_end()
     return own
 
 
-def _wait_for_gloo_threads() -> None:
-    """Let gloo's threads free the tensors of the last collectives.
+def let_gloo_threads_end() -> None:
+    """Let gloo's threads free the tensors of the last collectives when the process ends.
 
     A thread takes the interpreter's lock to free a tensor that Python has released. It aborts the process if
     the interpreter shuts down meanwhile, so it gets the lock before that.
     """
+    atexit.unregister(_wait_for_gloo_threads)
+    atexit.register(_wait_for_gloo_threads)
+
+
+def _wait_for_gloo_threads() -> None:
     time.sleep(0.1)
 
 

@@ -296,10 +296,10 @@ def test_exchanges_equal_their_definition_between_processes_and_threads() -> Non
 ENDING = """
 import sys, threading, time
 import torch.distributed as dist
-from sdp4bit.collectives.topology import Nodes, create_host_groups
+from sdp4bit.collectives.topology import let_gloo_threads_end
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-groups = create_host_groups([Nodes(ranks=(0,), nodes=1, ranks_per_node=1)], purpose="test")
+let_gloo_threads_end()
 
 def free_tensors():
     threading.main_thread().join()
