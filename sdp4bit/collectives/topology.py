@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import socket
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,67 +179,109 @@ def create_topologies(
         purpose: description of the groups for the backend's messages.
     """
     me = dist.get_rank()
-    topologies = {}
+    wanted: list[list[int]] = []
+    places: list[tuple[range, range]] = []  # of each layout's groups among all of these
     for layout in layouts:
-        intra_groups = [layout.intra_ranks(node) for node in range(layout.nodes)]
-        inter_groups = [layout.inter_ranks(local_rank) for local_rank in range(layout.ranks_per_node)]
-        intra = _create_groups(intra_groups if layout.ranks_per_node > 1 else [], purpose=purpose)
-        inter = _create_groups(inter_groups if layout.nodes > 1 else [], purpose=purpose)
+        first = len(wanted)
+        if layout.ranks_per_node > 1:
+            wanted += [layout.intra_ranks(node) for node in range(layout.nodes)]
+        middle = len(wanted)
+        if layout.nodes > 1:
+            wanted += [layout.inter_ranks(local_rank) for local_rank in range(layout.ranks_per_node)]
+        places.append((range(first, middle), range(middle, len(wanted))))
+    own = _create_groups(wanted, purpose=purpose)
+    topologies = {}
+    for layout, of_levels in zip(layouts, places, strict=True):
         if me in layout.ranks:
             node, local_rank = divmod(layout.ranks.index(me), layout.ranks_per_node)
+            intra, inter = (next((own[i] for i in numbers if i in own), None) for numbers in of_levels)
             topologies[layout.ranks] = Topology(
                 layout=layout, node=node, local_rank=local_rank, intra=intra, inter=inter
             )
     return topologies
 
 
-def create_host_groups(layouts: Sequence[Nodes], *, purpose: str) -> dict[tuple[int, ...], ProcessGroup]:
-    """Create a gloo process group over the ranks of each layout; return this rank's groups by ranks.
+def _create_groups(groups: Sequence[Sequence[int]], *, purpose: str) -> dict[int, ProcessGroup]:
+    """Create process groups with the default group's timeout; return those of this rank, by number.
 
-    Collective over the job, like :func:`create_topologies`.
+    Every rank creates every group in this order.
     """
-    groups = {
-        layout.ranks: _create_groups([layout.ranks], purpose=purpose, backend="gloo") for layout in layouts
-    }
-    return {ranks: group for ranks, group in groups.items() if group is not None}
-
-
-def _create_groups(
-    groups: Sequence[Sequence[int]], *, purpose: str, backend: str | None = None
-) -> ProcessGroup | None:
-    """Create disjoint process groups with the default group's timeout; return this rank's group or None."""
-    timeout = job_timeout()
-    own = None
-    for ranks in groups:
+    me, timeout, description = dist.get_rank(), job_timeout(), f"sdp4bit {purpose}"
+    own: dict[int, ProcessGroup] = {}
+    parent = _splittable_backend()
+    if parent is not None:
+        # new_group would split NCCL's communicator of all ranks once for each group, also on ranks that are
+        # not in it; this does so once for all disjoint groups, as DeviceMesh does.
+        for numbers in _disjoint(groups):
+            options = copy.deepcopy(parent.options)
+            options.is_high_priority_stream = True  # see _nccl_options
+            created = dist.split_group(
+                split_ranks=[list(groups[number]) for number in numbers],
+                timeout=timeout,
+                pg_options=options,
+                group_desc=description,
+            )
+            if created is not None:
+                own[next(number for number in numbers if me in groups[number])] = created
+        return own
+    for number, ranks in enumerate(groups):
         # Every rank creates every group, because torch names a group by the number of groups before it and
         # members meet in the store under that name. With use_local_synchronization=True the name is a hash of
         # a count that may differ between ranks or repeat after remove(), and both hang. A call for other
-        # ranks takes about 8 microseconds: 0.03 s for the 4,112 groups of 16,384 ranks, 8 per node. Not
-        # measured: with init_process_group(device_id=...) NCCL also splits the communicator of all ranks.
+        # ranks takes about 8 microseconds: 0.03 s for the 4,112 groups of 16,384 ranks, 8 per node.
         group = dist.new_group(
-            list(ranks),
-            timeout=timeout,
-            backend=backend,
-            pg_options=None if backend else _nccl_options(timeout),
-            group_desc=f"sdp4bit {purpose}",
+            list(ranks), timeout=timeout, pg_options=_nccl_options(timeout), group_desc=description
         )
-        if dist.get_rank() in ranks:
-            own = group
-    if own is not None and "cpu:gloo" in dist.get_backend_config(own).split(","):
-        # Gloo returns when this rank's half of each connection is complete. If a rank released the group now,
-        # peers that are still connecting would fail. NCCL connects at the first collective.
-        dist.all_reduce(torch.zeros(1), group=own)
-        atexit.unregister(_wait_for_gloo_threads)
-        atexit.register(_wait_for_gloo_threads)
+        if me in ranks:
+            own[number] = group
+    for group in own.values():
+        if "cpu:gloo" in dist.get_backend_config(group).split(","):
+            # Gloo returns when this rank's half of each connection is complete. If a rank released the group
+            # now, peers that are still connecting would fail. NCCL connects at the first collective.
+            dist.all_reduce(torch.zeros(1), group=group)
+            let_gloo_threads_end()
     return own
 
 
-def _wait_for_gloo_threads() -> None:
-    """Let gloo's threads free the tensors of the last collectives.
+def _default_group() -> Any:
+    return dist.group.WORLD
+
+
+def _splittable_backend() -> Any:
+    """Return the default group's backend if all ranks' communicator exists and can be split, else None."""
+    group: Any = _default_group()
+    device = getattr(group, "bound_device_id", None)
+    # Other backends beside it, such as gloo for CPU tensors, would meet under a name that may repeat.
+    if device is None or dist.get_backend_config() != f"{device.type}:nccl":
+        return None
+    backend = group._get_backend(device)
+    return backend if backend.supports_splitting else None
+
+
+def _disjoint(groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the numbers of groups in as few sets as they can be in order, each of disjoint groups."""
+    batches: list[list[int]] = []
+    taken: set[int] = set()
+    for number, ranks in enumerate(groups):
+        if not batches or not taken.isdisjoint(ranks):
+            batches.append([])
+            taken = set()
+        batches[-1].append(number)
+        taken.update(ranks)
+    return batches
+
+
+def let_gloo_threads_end() -> None:
+    """Let gloo's threads free the tensors of the last collectives when the process ends.
 
     A thread takes the interpreter's lock to free a tensor that Python has released. It aborts the process if
     the interpreter shuts down meanwhile, so it gets the lock before that.
     """
+    atexit.unregister(_wait_for_gloo_threads)
+    atexit.register(_wait_for_gloo_threads)
+
+
+def _wait_for_gloo_threads() -> None:
     time.sleep(0.1)
 
 

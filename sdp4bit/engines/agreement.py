@@ -244,9 +244,13 @@ def _arrange_all(summaries: Sequence[Summary]) -> AgreedNodes:
         else [None if isinstance(each["topology"], str | int) else each["topology"] for each in summaries],
         hosts=[each["host"] for each in summaries],
     )
-    distinct = {(tuple(ranks), kind) for each in summaries for ranks, kind in each["digests"]}
+    # As ranges, because tuples of all ranks would take a time that grows with their square.
+    distinct = {scope for each in summaries for scope in each["digests"]}
     layouts = {
-        wanted: {ranks: arrange(ranks, labels) for ranks, kind in sorted(distinct) if kind == wanted}
+        wanted: {
+            ranks: arrange(ranks, labels)
+            for ranks in sorted(tuple(ranks) for ranks, kind in distinct if kind == wanted)
+        }
         for wanted in ("shards", "replicas")
     }
     return AgreedNodes(shards=layouts["shards"], replicas=layouts["replicas"])

@@ -10,15 +10,10 @@ from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.host import create_host_group
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.topology import (
-    Nodes,
-    Topology,
-    create_host_groups,
-    create_topologies,
-    destroy_topology,
-)
+from sdp4bit.collectives.topology import Nodes, Topology, create_topologies, destroy_topology
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.observe.explain import ONE_RANK
@@ -89,19 +84,15 @@ def _topologies(
     return topologies
 
 
-def host_groups(
-    layouts: Sequence[Nodes], *, purpose: str, undo: ExitStack
-) -> dict[tuple[int, ...], ProcessGroup]:
-    """Return process groups for tensors on the CPU, by ranks; none if the job's own takes them.
+def host_group(*, purpose: str, undo: ExitStack) -> ProcessGroup | None:
+    """Return a process group of the job for tensors on the CPU; None if the job's own take them.
 
     Collective over the job.
     """
-    if "cpu:" in dist.get_backend_config():
-        return {}
-    groups = create_host_groups(layouts, purpose=purpose)
-    for group in groups.values():
+    group = create_host_group(purpose=purpose)
+    if group is not None:
         undo.callback(_destroy, group)
-    return groups
+    return group
 
 
 def _destroy(group: ProcessGroup) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
+from sdp4bit.collectives import topology as topologies
 from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows, start_all_to_all
 from sdp4bit.collectives.topology import (
     Nodes,
@@ -32,6 +33,7 @@ from sdp4bit.collectives.topology import (
     mesh_row,
     node_labels,
 )
+from sdp4bit.engines import agreement
 from tests.ranks import fake_world, on_ranks, run_ranks, run_threads
 
 
@@ -84,6 +86,67 @@ def test_a_rank_joins_four_groups_asks_for_those_of_the_job_and_gathers_a_summar
         summaries.append(object_bytes)
     small, large = summaries
     assert small < 600 and 0 <= large - small < 10  # digits of rank numbers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_attaching_takes_a_time_that_grows_with_the_number_of_ranks_alone(is_hybrid: bool) -> None:
+    """80,000 ranks take 2 seconds; a step for every pair of them would take minutes."""
+    nodes, world = 10_000, 80_000
+
+    def gathered(own: Any, subject: str) -> list[Any]:
+        everything = []
+        for rank in range(world):
+            scopes = {
+                "shards": range(rank // 8 * 8, rank // 8 * 8 + 8),
+                "replicas": range(rank % 8, world, 8),
+            }
+            digests = {
+                (scopes[kind] if is_hybrid and kind in scopes else ranks, kind): digest
+                for (ranks, kind), digest in own["digests"].items()
+            }
+            everything.append({**own, "host": f"node {rank // 8}", "digests": digests})
+        return everything
+
+    shape = (nodes, 8) if is_hybrid else (world,)
+    with fake_world(world, rank=0), mock.patch.object(agreement, "_gather", gathered):
+        model = fully_shard(
+            nn.Linear(64, 64), mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
+        )
+        assert f"{nodes} x" in sdp4bit.quantize_communication(model).explain()
+
+
+@pytest.mark.parametrize("nodes", [2, 1000])
+def test_a_bound_device_makes_one_split_for_all_disjoint_groups_by_a_stand_in_for_nccl(nodes: int) -> None:
+    asked: list[list[list[int]]] = []
+    members: dict[int, object] = {}
+
+    def split_group(
+        *, split_ranks: list[list[int]], timeout: Any, pg_options: Any, group_desc: str
+    ) -> object:
+        assert pg_options.is_high_priority_stream and pg_options is not parent.options
+        flat = [rank for ranks in split_ranks for rank in ranks]
+        assert sorted(flat) == list(range(8 * nodes))
+        asked.append(split_ranks)
+        return members.setdefault(len(asked), object())
+
+    parent = SimpleNamespace(options=StandInForNCCLOptions(), supports_splitting=True)
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 0), _get_backend=lambda device: parent)
+    with (
+        fake_world(8 * nodes, rank=9),
+        mock.patch.object(dist, "split_group", split_group),
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        mock.patch.object(topologies, "_default_group", return_value=world),
+    ):
+        (created,) = create_topologies([grid(nodes, 8)]).values()
+        assert len(asked) == 2
+        # Replicas over nodes, in groups that are disjoint for eight layouts.
+        over = [Nodes(ranks=tuple(range(i, 8 * nodes, 8)), nodes=nodes, ranks_per_node=1) for i in range(8)]
+        (replicas,) = create_topologies(over).values()
+    assert len(asked) == 3
+    assert (created.intra, created.inter, replicas.inter) == tuple(members.values())
+    assert (created.node, created.local_rank) == (1, 1)
 
 
 class StandInForNCCLOptions:
@@ -296,10 +359,10 @@ def test_exchanges_equal_their_definition_between_processes_and_threads() -> Non
 ENDING = """
 import sys, threading, time
 import torch.distributed as dist
-from sdp4bit.collectives.topology import Nodes, create_host_groups
+from sdp4bit.collectives.topology import let_gloo_threads_end
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-groups = create_host_groups([Nodes(ranks=(0,), nodes=1, ranks_per_node=1)], purpose="test")
+let_gloo_threads_end()
 
 def free_tensors():
     threading.main_thread().join()

@@ -22,7 +22,7 @@ from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import AgreedNodes, ShardedRows, agree
-from sdp4bit.engines.attach import build, host_groups
+from sdp4bit.engines.attach import build, host_group
 from sdp4bit.engines.fsdp2.checks import (
     PARTIAL_GRADIENTS,
     check_group,
@@ -249,9 +249,8 @@ class FSDPCommHandle(CommHandle):
         super().__init__(state, config=config, note=note)
         with self._attaching() as undo:
             build(comms, layouts=layouts, config=config, undo=undo)
-            shards = list(layouts.shards.values())
-            state.decision_groups = host_groups(shards, purpose="decisions", undo=undo)
-            undo.callback(setattr, state, "decision_groups", {})
+            state.decision_group = host_group(purpose="decisions", undo=undo)
+            undo.callback(setattr, state, "decision_group", None)
             # Without sdp4bit, FSDP2 gathers the main weights again.
             undo.callback(state.reshard, comms)
             for comm in comms:

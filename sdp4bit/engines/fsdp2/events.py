@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.host import all_reduce_on_host
 from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.edits import is_large_change
@@ -217,8 +217,8 @@ class FSDPModelState(ModelState):
         self._leader: weakref.ref[object] | None = None
         self._seen: set[int] = set()
         self._contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()  # all of their groups have a handle
-        # Gloo process groups by their ranks, if FSDP2's own takes no CPU tensors.
-        self.decision_groups: dict[tuple[int, ...], ProcessGroup] = {}
+        # The job's process group for CPU tensors, if FSDP2's own takes none.
+        self.decision_group: ProcessGroup | None = None
         # FSDP2 gathers parameters, so a hook sees each forward.
         self.communicates = any(comm.layout.size > 1 for comm in groups)
         self.counts_reductions = self.communicates or any(comm.replica_layout is not None for comm in groups)
@@ -351,9 +351,9 @@ class FSDPModelState(ModelState):
         self._log_stateless_load(comms)
         # 2. One reduction for the groups of the same ranks. All of these ranks come here, and reduce in the
         # same order, whatever each of them has seen.
-        asked: dict[tuple[int, ...], list[FSDPGroupState]] = {}
-        for comm in comms:
-            asked.setdefault(comm.layout.ranks, []).append(comm)
+        asked: dict[int, list[FSDPGroupState]] = {}
+        for comm in comms:  # by their layout, which groups share; its ranks would take long to hash
+            asked.setdefault(id(comm.layout), []).append(comm)
         changed, reduced = self.step_pending, self._is_reduced
         for together in asked.values():
             if together[0].layout.size == 1:
@@ -437,9 +437,8 @@ class FSDPModelState(ModelState):
     def _reduce(
         self, values: Tensor, over: FSDPGroupState, *, op: dist.ReduceOp.RedOpType, what: str
     ) -> None:
-        group = self.decision_groups.get(over.layout.ranks, over.group.process_group)
-        with comm_error_context(what, group=group):
-            dist.all_reduce(values, op=op, group=group)
+        group = self.decision_group or over.group.process_group
+        all_reduce_on_host(values, group, ranks=over.layout.ranks, op=op, what=what)
 
     @staticmethod
     def _over_copies(flags: Tensor, comms: Sequence[FSDPGroupState]) -> Tensor:

@@ -171,7 +171,7 @@ def test_all_ranks_follow_the_edit_of_one_and_a_forward_asks_once() -> None:
         each.model.reshard()
         if dist.get_rank() == 1:
             each.model.blocks[0].fc1.weight.to_local().data.mul_(0.5)
-    counted = mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
+    counted = mock.patch.object(events, "all_reduce_on_host", wraps=events.all_reduce_on_host)
     with counted as reductions:
         assert run.evaluate() == plain.evaluate() != before
     assert reductions.call_count == 2  # who has seen an edit, and how large it is

@@ -1,0 +1,149 @@
+"""Reductions of small tensors on the host in log2(ranks) hops, over one connection per hop."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sdp4bit.collectives.errors import (
+    comm_error_context,
+    exchange_error,
+    group_timeout,
+    is_communication_failure,
+    job_timeout,
+)
+from sdp4bit.collectives.topology import let_gloo_threads_end
+
+_COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.SUM: torch.add,
+}
+_BACKEND = "sdp4bit_gloo"  # gloo that connects two ranks when they first exchange something
+_HOST_BACKENDS = {"cpu:gloo", f"cpu:{_BACKEND}"}
+_TAG = 0x5D4B  # the group may be FSDP2's, whose messages between two ranks belong to the user
+
+
+def create_host_group(*, purpose: str) -> ProcessGroup | None:
+    """Create a process group of all ranks for tensors on the CPU; None if the default group takes them.
+
+    Collective over the job. A gloo group would connect every rank to all others at once, two file
+    descriptors each, and would end at the limit of 1,024 files. This one connects the ranks that exchange
+    something.
+
+    Args:
+        purpose: description of the group for the backend's messages.
+    """
+    if "cpu:" in dist.get_backend_config():
+        return None
+    if not hasattr(dist.Backend, _BACKEND.upper()):
+        # torch.distributed.new_group ignores the options of a gloo group. For "cuda" too, because torch
+        # looks for a backend of the device that the default group is bound to.
+        dist.Backend.register_backend(_BACKEND, _connected_on_use, devices=["cpu", "cuda"])
+    # Of all ranks, because new_group for some ranks would make the others split a bound NCCL communicator.
+    group = dist.new_group(backend=_BACKEND, timeout=job_timeout(), group_desc=f"sdp4bit {purpose}")
+    assert isinstance(group, ProcessGroup)
+    let_gloo_threads_end()
+    return group
+
+
+def _connected_on_use(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_default_device(lazy_init=True)]
+    options._threads = 2
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+class Hop(NamedTuple):
+    """The messages between two ranks at a time; ranks are indices in the reduction."""
+
+    peer: int
+    sends: bool
+    receives: Literal["", "values", "result"]
+    origins: range
+    """The ranks below the largest power of two whose values the peer has combined."""
+
+
+def hops_of(me: int, *, size: int) -> list[Hop]:
+    """Return the hops of a rank in order; see `all_reduce_on_host`."""
+    power = 1 << (size.bit_length() - 1)
+    if me >= power:
+        return [Hop(me - power, True, "", range(0)), Hop(me - power, False, "result", range(power))]
+    doubling = []
+    for distance in (1 << hop for hop in range(power.bit_length() - 1)):
+        peer = me ^ distance
+        first = peer // distance * distance
+        doubling.append(Hop(peer, True, "values", range(first, first + distance)))
+    extra = me + power
+    if extra >= size:
+        return doubling
+    return [Hop(extra, False, "values", range(extra, extra + 1)), *doubling, Hop(extra, True, "", range(0))]
+
+
+def all_reduce_on_host(
+    values: Tensor, group: ProcessGroup, *, ranks: Sequence[int], op: dist.ReduceOp.RedOpType, what: str
+) -> None:
+    """Replace values by their reduction over ranks; all end with the same bits.
+
+    Steps, with p the largest power of two up to the number of ranks:
+    1. Rank p + i sends its values to rank i, which combines them with its own.
+    2. Recursive doubling: at distances 1, 2, 4, ... p/2, two ranks exchange what they have and combine it.
+       Both compute the same bits, because a + b = b + a.
+    3. Rank i sends the result to rank p + i.
+
+    Backends other than gloo use their own all-reduce.
+
+    Args:
+        values: a small contiguous tensor on the CPU; changed in place.
+        group: a process group that includes the ranks.
+        ranks: ascending global ranks. In node-major order the first hops stay inside the node.
+        op: MAX or SUM.
+        what: description for errors, which name the ranks whose values did not arrive.
+
+    Raises:
+        ExchangeError: a rank has exited, or the process group's timeout has passed.
+    """
+    if not _HOST_BACKENDS & set(dist.get_backend_config(group).split(",")):
+        with comm_error_context(what, group=group):
+            dist.all_reduce(values, op=op, group=group)
+        return
+    # A search, because an index in thousands of ranks would take longer than a hop.
+    me, size = bisect_left(ranks, dist.get_rank()), len(ranks)
+    hops = hops_of(me, size=size)
+    buffers = [torch.empty_like(values) for _ in hops]
+    sends: list[Any] = []
+    total, origins, start = values, range(0), time.monotonic()
+    # gloo's messages between two ranks know only the timeout with which the group was created.
+    limit = group_timeout(group) or timedelta(0)
+    try:
+        # All receives before the first send, because gloo asks a receiver that is not ready.
+        receives: list[Any] = [
+            group.recv([buffer], dist.get_group_rank(group, ranks[hop.peer]), _TAG) if hop.receives else None
+            for hop, buffer in zip(hops, buffers, strict=True)
+        ]
+        for hop, buffer, receive in zip(hops, buffers, receives, strict=True):
+            origins = hop.origins
+            if hop.sends:
+                sends.append(group.send([total], dist.get_group_rank(group, ranks[hop.peer]), _TAG))
+            if receive is not None:
+                receive.wait(limit)
+                total = buffer if hop.receives == "result" else _COMBINE[op](total, buffer)
+        for send in sends:
+            send.wait(limit)
+    except RuntimeError as error:
+        if not is_communication_failure(error):
+            raise
+        power = 1 << (size.bit_length() - 1)
+        extras = range(origins.start + power, min(origins.stop + power, size))
+        peers = [dist.get_group_rank(group, ranks[each]) for each in (*origins, *extras) if each != me]
+        raise exchange_error(error, what=what, group=group, start=start, peers=peers or None) from error
+    values.copy_(total)
