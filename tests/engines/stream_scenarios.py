@@ -296,7 +296,7 @@ def distributed_data_parallel(*, topology: int = 2) -> None:
     """DDP's order of things: a bucket goes to the hook when it is full, all are waited for at the end."""
     torch.manual_seed(0)
     model = toy.ToyGPT(width=16, hidden=36, layers=2)
-    state = DDPCommState(topology=topology, config=chunked().gradients)
+    state = DDPCommState(topology=topology, config=chunked())
     params = list(model.parameters())
     buckets = [_Bucket(at, params[at::3], is_last=at == 2) for at in range(3)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
