@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import (
+    LlamaForCausalLM,
+    Trainer,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from sdp4bit.trainers.hf import SDP4BitCallback
 from tests.ecosystem import on_cpu
@@ -39,7 +47,7 @@ SETTINGS = {
 
 
 def trainer_of(folder: Path, callback: Any, **options: Any) -> Any:
-    """Return a Trainer that has FSDP2 shard the tiny Llama."""
+    """Return a Trainer of the tiny Llama, with FSDP2 by default."""
     args = TrainingArguments(output_dir=str(folder), **{**SETTINGS, **options})
     if args.fsdp:
         on_cpu.let_accelerate_shard_on_the_cpu()
@@ -53,11 +61,15 @@ def trainer_of(folder: Path, callback: Any, **options: Any) -> Any:
     )
 
 
-def train(folder: Path, config: Any, start: Path | None = None) -> dict[str, Any]:
+DDP = {"fsdp": None, "fsdp_config": None}
+"""Settings that replace those of FSDP2."""
+
+
+def train(folder: Path, config: Any, start: Path | None = None, *, ddp: bool = False) -> dict[str, Any]:
     callback = None
     if config is not None:
         callback = SDP4BitCallback(config, topology=1, resume_from_checkpoint=start)
-    trainer = trainer_of(folder, callback)
+    trainer = trainer_of(folder, callback, **(DDP if ddp else {}))
     with on_cpu.count_sent_bytes() as sent:
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -92,7 +104,8 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def refused(folder: Path) -> str:
-    trainer = trainer_of(folder, SDP4BitCallback(), fsdp=None, fsdp_config=None)
+    args = trainer_of(folder, None, **DDP).args
+    fsdp1 = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))
     with pytest.raises(ValueError, match="SDP4BitCallback") as error:
-        trainer.train()
+        SDP4BitCallback().on_train_begin(args, TrainerState(), TrainerControl(), model=fsdp1)
     return str(error.value)
