@@ -86,7 +86,7 @@ class DDPRun:
                 config = SDP4BitConfig(gradients=config)
             self.state = sdp4bit.DDPCommState(topology=topology, config=config)
             self.model.register_comm_hook(self.state, sdp4bit.ddp_comm_hook)
-        elif dist.get_world_size() > 2:
+        elif dist.get_world_size() > 2 and topology != "auto":
             self.model.register_comm_hook(topology, average_nodes_first)
         self.ddp = self.model
         if compile:
