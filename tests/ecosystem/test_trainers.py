@@ -10,12 +10,15 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import CONFIGS, QUANTIZED, STEPS, WORLD
@@ -52,12 +55,6 @@ def train_all(name: str, folder: Path) -> dict[str, Any]:
         with pytest.warns(UserWarning, match=driver.WITHOUT_STATE):
             train(folder / "from plain", QUANTIZED, driver.checkpoint(folder / "plain"))
     return found
-
-
-def refuse(name: str, folder: Path) -> str:
-    on_cpu.as_launched()
-    text: str = driver_of(name).refused(folder)
-    return text
 
 
 def driver_of(name: str) -> Any:
@@ -125,15 +122,6 @@ def test_the_export_holds_the_weights_and_nothing_else(runs: Runs) -> None:
     assert any(not torch.equal(plain[name], quantized[name]) for name in plain)
 
 
-def test_with_fsdp1_the_error_names_the_way_out(driver: tuple[str, Any], tmp_path: Path) -> None:
-    name, found = driver
-    if found.refused is None or name.endswith(" DDP"):
-        pytest.skip("has neither FSDP1 nor another error with DDP")
-    for text in run_ranks(refuse, WORLD, name, tmp_path):
-        assert "needs a model that the trainer has prepared with FSDP2 or DDP, but it uses FSDP1" in text
-        assert found.HINT in text
-
-
 # -- checkpoints of single trainers -------------------------------------------------------------------
 
 
@@ -192,3 +180,32 @@ def pass_to_the_strategy(folder: Path) -> None:
 def test_the_strategy_of_lightning_takes_the_state(tmp_path: Path) -> None:
     _skip_without("lightning")
     run_ranks(pass_to_the_strategy, WORLD, tmp_path)
+
+
+# -- models that cannot be attached --------------------------------------------------------------------
+
+
+def attach_unsupported() -> None:
+    on_cpu.as_launched()
+    accelerate, hf, lightning = map(driver_of, ("accelerate", "hf", "lightning"))
+    accelerate.Accelerator(cpu=True)
+    linear = torch.nn.Linear(8, 8)
+    fsdp1 = FullyShardedDataParallel(linear, device_id=torch.device("cpu"))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(model=fsdp1))
+    for expected, attach in {
+        "FSDP1.*fsdp=True": lambda: hf.SDP4BitCallback().on_train_begin(None, None, None, model=fsdp1),
+        "FSDP1.*strategy='ddp'": lambda: lightning.SDP4BitCallback().on_fit_start(trainer, None),
+        "FSDP1.*fsdp_version=2": lambda: accelerate.quantize_communication(None, model=fsdp1),
+        "sharded or wrapped": lambda: accelerate.quantize_communication(None, model=linear),
+        r"no skip=\['a'\]": lambda: accelerate.quantize_communication(
+            None, model=DistributedDataParallel(linear), skip=["a"]
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=f"prepared with FSDP2 or DDP, but .*{expected}"):
+            attach()
+
+
+def test_a_model_with_neither_fsdp2_nor_ddp_is_refused_with_the_way_out() -> None:
+    for name in ("accelerate", "hf", "lightning"):
+        _skip_without(name)
+    run_ranks(attach_unsupported, WORLD)

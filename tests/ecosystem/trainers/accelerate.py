@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from accelerate import (
     Accelerator,
@@ -14,14 +13,13 @@ from accelerate import (
     PartialState,
 )
 from accelerate.state import AcceleratorState, GradientState
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sdp4bit.trainers.accelerate import log_values, quantize_communication
 from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import SAVED, STEPS
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "accelerate", "torch.utils.tensorboard"]
-LEAST, HINT = 7, "fsdp_version=2"
+LEAST = 7
 WITHOUT_STATE = "plain/saved/sdp4bit holds no communication state"
 
 
@@ -104,18 +102,3 @@ def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def exported(folder: Path) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = torch.load(folder / "exported.pt")
     return state
-
-
-def refused(folder: Path) -> str:
-    """Attach to models that are sharded by FSDP1 and that are neither sharded nor wrapped."""
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(8, 8)
-    fsdp1 = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    texts = []
-    for each in (fsdp1, model):
-        with pytest.raises(ValueError, match=HINT) as error:
-            quantize_communication(accelerator, model=each)
-        texts.append(str(error.value))
-    assert "no module of the model is sharded or wrapped" in texts[1]
-    return texts[0]

@@ -6,25 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from datasets import Dataset
-from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import (
-    LlamaForCausalLM,
-    Trainer,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from sdp4bit.trainers.hf import SDP4BitCallback
 from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import SAVED, STEPS
 
 PRELOAD = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "datasets"]
-LEAST, HINT = 7, "fsdp=True"
+LEAST = 7
 WITHOUT_STATE = f"plain/checkpoint-{SAVED}/sdp4bit holds no communication state"
 
 SETTINGS = {
@@ -101,11 +92,3 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     model = LlamaForCausalLM.from_pretrained(folder / "exported", dtype=torch.float32)
     state: dict[str, torch.Tensor] = model.state_dict()
     return state
-
-
-def refused(folder: Path) -> str:
-    args = trainer_of(folder, None, **DDP).args
-    fsdp1 = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match="SDP4BitCallback") as error:
-        SDP4BitCallback().on_train_begin(args, TrainerState(), TrainerControl(), model=fsdp1)
-    return str(error.value)

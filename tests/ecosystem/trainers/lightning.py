@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
@@ -15,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from sdp4bit.trainers.lightning import SDP4BitCallback
 from tests.ecosystem import on_cpu
@@ -23,7 +21,7 @@ from tests.ecosystem.on_cpu import SAVED, STEPS, WORLD
 from tests.toy import ToyGPT, loss_of
 
 PRELOAD = ["lightning.pytorch"]
-LEAST, HINT = 6, "ModelParallelStrategy"  # after large steps an evaluation gets its weights in full precision
+LEAST = 6  # after large steps an evaluation gets its weights in full precision
 WITHOUT_STATE = "holds no communication state"
 
 
@@ -122,11 +120,3 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = saved["state_dict"]
     Language().load_state_dict(state)
     return state
-
-
-def refused(folder: Path) -> str:
-    fsdp1 = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))
-    trainer = SimpleNamespace(strategy=SimpleNamespace(model=fsdp1))
-    with pytest.raises(ValueError, match="SDP4BitCallback") as error:
-        SDP4BitCallback().on_fit_start(trainer, Language())
-    return str(error.value)

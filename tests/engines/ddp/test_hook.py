@@ -160,14 +160,6 @@ def test_four_ranks_average_as_plain_ddp_that_adds_in_the_same_order() -> None:
         assert_close_to_plain(training, options, checks=CHECKS[:2], harmless=mutations.WEIGHTS)
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_compiled_model_is_trained_as_by_plain_ddp() -> None:
-    assert_close_to_plain(
-        training, {"compile": True, "bucket_cap_mb": 1}, checks=CHECKS[:2], harmless=mutations.WEIGHTS
-    )
-
-
 @on_ranks(4, timeout=400.0)
 def test_weights_stay_equal_with_the_bytes_of_the_formula() -> None:
     """DDP rebuilds its buckets after the first step."""
@@ -200,7 +192,9 @@ def test_weights_stay_equal_with_the_bytes_of_the_formula() -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_accumulated_and_clipped_gradients_are_averaged_as_by_plain_ddp() -> None:
+def test_accumulated_clipped_and_compiled_gradients_are_averaged_as_by_plain_ddp() -> None:
+    compiled = {"compile": True, "bucket_cap_mb": 1}  # torch.compile wants no buckets below the first one
+    assert_close_to_plain(training, compiled, checks=CHECKS[:2], harmless=mutations.WEIGHTS)
     for is_view in (False, True):
         options = {"clip": 0.5, "gradient_as_bucket_view": is_view}
         assert_close_to_plain(training, options, 3, checks=CHECKS, harmless=mutations.WEIGHTS)
@@ -243,9 +237,10 @@ def scaling(config: GradientConfig | None) -> Result:
             scaler.step(run.optimizer)
             run.optimizer.zero_grad()
         scaler.update()
-    assert scaler.get_scale() == 512.0
     results = [run.finish() for run in runs]
-    return Result([*results[0], *results[1]], [*results[0].gradients, *results[1].gradients])
+    return Result(
+        [*results[0], *results[1], scaler.get_scale()], [*results[0].gradients, *results[1].gradients]
+    )
 
 
 def joining(config: GradientConfig | None) -> Result:
