@@ -138,13 +138,13 @@ def assert_bytes(
     assert sent / quantized["reported"] > least
 
 
-def assert_losses(ranks: list[dict[str, Any]], *, learned: float = 0.3) -> None:
-    """Full precision equals the plain run bit for bit; quantized does not, but each loss is within 2 %."""
+def assert_losses(ranks: list[dict[str, Any]], *, learned: float = 0.3, rel: float = 0.02) -> None:
+    """Full precision equals the plain run bit for bit; quantized does not, but each loss is within `rel`."""
     for rank in ranks:
         plain, lossless, quantized = rank["plain"], rank["lossless"], rank["quantized"]
         for what in ("losses", "weights", "evaluated"):
             assert lossless[what] == plain[what], what
         assert quantized["weights"] != plain["weights"]
-        assert quantized["losses"] == pytest.approx(plain["losses"], rel=0.02)
-        assert quantized["evaluated"] == pytest.approx(plain["evaluated"], rel=0.02)
+        assert quantized["losses"] == pytest.approx(plain["losses"], rel=rel)
+        assert quantized["evaluated"] == pytest.approx(plain["evaluated"], rel=rel)
         assert plain["losses"][-1] < plain["losses"][0] - learned

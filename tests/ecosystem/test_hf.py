@@ -84,7 +84,7 @@ def lora(
 
 
 def test_adapters_are_fine_tuned_by_trl(lora: Any) -> None:
-    on_cpu.assert_losses(lora[1], learned=0.0)  # adapters start slowly
+    on_cpu.assert_losses(lora[1], learned=0.0, rel=0.01 if lora[2] else 0.02)  # adapters start slowly
     for rank in lora[1]:
         assert rank["resumed"]["losses"] == rank["quantized"]["losses"]
         assert rank["resumed"]["weights"] == rank["quantized"]["weights"]

@@ -89,7 +89,7 @@ def runs(driver: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> R
 
 
 def test_full_precision_equals_the_plain_trainer_and_quantized_is_close(runs: Runs) -> None:
-    on_cpu.assert_losses(runs.ranks)
+    on_cpu.assert_losses(runs.ranks, rel=0.01 if runs.ddp else 0.02)
     for rank in runs.ranks:
         assert rank["lossless"].get("generated") == rank["plain"].get("generated")
 
