@@ -200,7 +200,7 @@ def _fsdp2(workload: Workload, cluster: Cluster) -> TrainingStep:
     return TrainingStep(shard(build_model(workload)), workload=workload)
 
 
-def _counted(comm: sdp4bit.CommHandle | sdp4bit.DDPCommState, share: float = 1.0) -> Callable[[], float]:
+def _counted(comm: sdp4bit.CommHandle, share: float = 1.0) -> Callable[[], float]:
     """Return a counter of the inter-node bytes reported by the library, scaled by `share`."""
     return lambda: float(comm.stats()["total"]["inter_bytes"]) * share
 

@@ -224,7 +224,7 @@ class CommHandle(ABC):
 
         Takes 6 x `repeats` steps, alternating between three with quantization and three without. The first
         of each three is not timed because it gathers weights in full precision. The steps are part of the
-        training, half of them with plain communication; nothing has to be restored. FSDP2 only. Call it on
+        training, half of them with plain communication; nothing has to be restored. FSDP2 and DDP. Call it on
         all ranks, between two steps.
 
         Args:
@@ -260,7 +260,7 @@ class CommHandle(ABC):
         For a warm-up, a comparison or debugging, of any number of steps. Enter and leave it on all ranks,
         between two steps; neither communicates. The first forward after the block refreshes the replicas in
         full precision. `stats()`, telemetry, audits and `start_step` do not count steps inside. A nested
-        block has no effect. FSDP2 only.
+        block has no effect. FSDP2 and DDP.
 
         Raises:
             RuntimeError: the handle has been removed, forward or backward is running, or the engine cannot
@@ -287,7 +287,7 @@ class CommHandle(ABC):
         """Raise RuntimeError unless `_switch` can be called now; engines that can switch override it."""
         raise RuntimeError(
             f"{type(self).__name__} cannot turn quantization off and on during training; full_precision and "
-            "time_steps need FSDP2. Compare a run with sdp4bit to one without it"
+            "time_steps need FSDP2 or DDP. Compare a run with sdp4bit to one without it"
         )
 
     def _switch(self) -> None:

@@ -62,18 +62,23 @@ class Alerts:
         Args:
             where: name of the part of the model with these groups, for the log; empty for all of it.
         """
-        self._groups = list(groups)
-        self._thresholds = [_thresholds_of(group, config) for group in groups]
-        self._telemetry = telemetry
+        self._config = config
         self._where = f"{where}, " if where else ""
+        self.watch(groups, telemetry=telemetry)
+        self._alerts: deque[Alert] = deque(maxlen=_KEPT)
+        self._callbacks: OrderedDict[int, AlertCallback] = OrderedDict()
+
+    def watch(self, groups: Sequence[Group], *, telemetry: Telemetry) -> None:
+        """Compare these groups from now on, all of them below their thresholds; keep the alerts."""
+        self._groups = list(groups)
+        self._thresholds = [_thresholds_of(group, self._config) for group in groups]
+        self._telemetry = telemetry
         self._above: set[tuple[int, int]] = set()  # groups and measures that are above their thresholds
         # All ranks use the process groups in the same order, to prevent a deadlock.
         self._members: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
         for at, rows in sorted(enumerate(g.group for g in groups), key=lambda each: each[1].ranks):
             if rows.process_group is not None:
                 self._members.setdefault(rows.ranks, (rows.process_group, []))[1].append(at)
-        self._alerts: deque[Alert] = deque(maxlen=_KEPT)
-        self._callbacks: OrderedDict[int, AlertCallback] = OrderedDict()
 
     def listen(self, callback: AlertCallback) -> RemovableHandle:
         handle = RemovableHandle(self._callbacks)

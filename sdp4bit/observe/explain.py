@@ -40,7 +40,7 @@ class Row:
 def row_of(group: Group, sent: Traffic) -> Row:
     """Return a group's line, with the bytes that this rank sent."""
     ranks, remarks = describe_ranks(group.layout), group.remarks()
-    if group.replica_layout is not None:
+    if group.replica_layout not in (None, group.layout):
         ranks += f", replicas {describe_ranks(group.replica_layout)}"
     return Row(
         name=group.group.name,
@@ -100,10 +100,15 @@ def one_node_note(reasons: Sequence[tuple[str, str]]) -> str:
     inside = sum(ONE_NODE in pair or ONE_NODE_GRADIENTS in pair for pair in reasons if "" not in pair)
     if not inside:
         return ""
-    which = "all" if inside == len(reasons) else f"{inside} of {len(reasons)}"
+    if inside == len(reasons):
+        return (
+            "all parameter groups have their ranks on one node, and stay in full precision. Over NVLink, "
+            "leave it so. Over a slower link such as PCIe, attach with topology=1: each rank is its own node"
+        )
     return (
-        f"{which} parameter groups have their ranks on one node, and stay in full precision. To quantize "
-        'these too: WeightConfig(replica="full") and GradientConfig(inside_one_node=True)'
+        f"{inside} of {len(reasons)} parameter groups have their ranks on one node, and stay in full "
+        'precision. To quantize these too: WeightConfig(replica="full") and '
+        "GradientConfig(inside_one_node=True)"
     )
 
 

@@ -66,6 +66,7 @@ class ModelState:
         self.step_listeners: list[Callable[[int], None]] = []
         """Called with the step number on every rank, once per step. The step's measures are available and
         the next step has sent nothing yet, so listeners may communicate."""
+        self.retired = Traffic()  # of groups that the engine has dropped
         self.reporting_ranks = 1  # ranks whose bytes `stats` adds up
         self.steps = 0  # steps that have reached their boundary
         self.step_pending = False
@@ -135,7 +136,7 @@ class ModelState:
     def stats(self) -> Stats:
         """Return the statistics of the last step; see `CommHandle.stats`."""
         last = sum((self.traffic_of(group) for group in self.groups), Traffic())
-        total = sum((counter.total for group in self.groups for counter in group.counters), Traffic())
+        total = sum((counter.total for group in self.groups for counter in group.counters), self.retired)
         steps = self.steps + int(self.step_pending)
         return {
             "steps": steps,

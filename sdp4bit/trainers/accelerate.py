@@ -1,4 +1,4 @@
-"""Quantized communication of FSDP2 models prepared by `accelerate.Accelerator`."""
+"""Quantized communication of FSDP2 and DDP models prepared by `accelerate.Accelerator`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except ImportError as error:
 __all__ = ["log_values", "quantize_communication"]
 
 _SWITCH = (
-    "Accelerate uses FSDP2 on several processes with "
+    "On several processes Accelerate uses DDP, and FSDP2 with "
     "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or with `fsdp_version: 2` in "
     "the file of `accelerate launch`. Pass the model that accelerator.prepare(model, optimizer) returns"
 )
@@ -42,10 +42,10 @@ def quantize_communication(
 
     Args:
         model: the model that `accelerator.prepare` returned.
-        config, topology, skip: as in `sdp4bit.quantize_communication`.
+        config, topology, skip: as in `sdp4bit.quantize_communication`; DDP takes no `skip`.
 
     Raises:
-        ValueError: the model is not sharded by FSDP2, or an error of `sdp4bit.quantize_communication`.
+        ValueError: the model uses neither FSDP2 nor DDP, or an error of `sdp4bit.quantize_communication`.
     """
     comm = attachment.attach(
         model,

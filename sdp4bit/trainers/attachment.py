@@ -14,10 +14,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import SDP4BitConfig
+from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
 from sdp4bit.engines.fsdp2.api import Skip, quantize_communication
 from sdp4bit.engines.handle import CommHandle
 
@@ -43,35 +45,57 @@ def attach(
     topology: TopologySpec = "auto",
     skip: Skip = None,
 ) -> CommHandle:
-    """Quantize the communication of a model that a trainer has sharded; call it on all ranks.
+    """Quantize the communication of a model that a trainer has prepared; call it on all ranks.
 
     Args:
         caller: name of the public class or function, for errors.
-        switch: instructions for FSDP2 with this trainer, for errors.
-        is_ddp: whether the trainer wraps the model in DistributedDataParallel without showing it here.
-        config, topology, skip: as in `quantize_communication`.
+        switch: instructions for FSDP2 and DDP with this trainer, for errors.
+        is_ddp: whether the trainer wraps the model in DistributedDataParallel without showing it here. The
+            hook is then registered at the wrapper's first forward.
+        config, topology, skip: as in `quantize_communication`; DDP takes no `skip`.
 
     Raises:
-        ValueError: the trainer does not use FSDP2, or an error of `quantize_communication`.
+        ValueError: the trainer uses neither FSDP2 nor DDP, or an error of `quantize_communication` or
+            `DDPCommState`.
     """
     roots = [model] if isinstance(model, nn.Module) else model
     modules = [module for root in roots for module in root.modules()]
-    if not any(isinstance(module, FSDPModule) for module in modules):
-        if any(isinstance(module, FullyShardedDataParallel) for module in modules):
-            reason = "it uses FSDP1, which has no communication hooks"
-        elif is_ddp or any(isinstance(module, DistributedDataParallel) for module in modules):
-            reason = (
-                "it uses DistributedDataParallel. To quantize gradients there, register "
-                "sdp4bit.ddp_comm_hook with the wrapped model (docs/ddp.md)"
-            )
-        elif not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            reason = "there is one process, which does not communicate"
+    if any(isinstance(module, FSDPModule) for module in modules):
+        return quantize_communication(model, topology=topology, config=config, skip=skip)
+    wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
+        reason = "it uses FSDP1, which has no communication hooks"
+    elif len(wrappers) > 1:
+        reason = f"{len(wrappers)} DistributedDataParallel modules were passed: attach each of them"
+    elif (wrappers or is_ddp) and skip is not None:
+        reason = f"DDP, which it uses, takes no skip={skip!r}"
+    elif wrappers or is_ddp:
+        group = wrappers[0].process_group if wrappers else None
+        state = DDPCommState(group, topology=topology, config=config)
+        if wrappers:
+            wrappers[0].register_comm_hook(state, ddp_comm_hook)
         else:
-            reason = "no module of the model is sharded"
-        raise ValueError(
-            f"{caller} needs a model that the trainer has sharded with FSDP2, but {reason}. {switch}"
-        )
-    return quantize_communication(model, topology=topology, config=config, skip=skip)
+            _register_at_forward(roots[0], state)
+        return state
+    elif not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        reason = "there is one process, which does not communicate"
+    else:
+        reason = "no module of the model is sharded or wrapped"
+    raise ValueError(
+        f"{caller} needs a model that the trainer has prepared with FSDP2 or DDP, but {reason}. {switch}"
+    )
+
+
+def _register_at_forward(model: nn.Module, state: DDPCommState) -> None:
+    """Register the hook with the wrapper of the model, which is seen when its first forward begins."""
+
+    def before_forward(module: nn.Module, _: object) -> None:
+        wrapper = getattr(module, "_orig_mod", module)  # below torch.compile
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.module is model:
+            hook.remove()
+            wrapper.register_comm_hook(state, ddp_comm_hook)
+
+    hook = register_module_forward_pre_hook(before_forward)
 
 
 def log_values(comm: CommHandle) -> dict[str, float]:
@@ -104,8 +128,8 @@ def save(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
 def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
     """Load the state of `save`; call it on all ranks, after model and optimizer are loaded.
 
-    If the state is missing or does not fit, it warns and the replicas start from the loaded weights in full
-    precision. Training continues, but not bit-identically to an uninterrupted run.
+    If the state is missing or does not fit, it warns and quantization starts as in a new run. Training
+    continues, but not bit-identically to an uninterrupted run.
     """
     folder = Path(checkpoint) / FOLDER
     has_file: list[bool] = [False] * dist.get_world_size()
@@ -113,14 +137,19 @@ def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
     if not all(has_file):
         missing = [rank for rank, has in enumerate(has_file) if not has]
         where = f" for ranks {missing}" if any(has_file) else ""
-        warnings.warn(
-            f"sdp4bit: {folder} holds no communication state{where}. Replicas start from the loaded weights "
-            "in full precision, and the run is not bit-identical to an uninterrupted one",
-            stacklevel=2,
-        )
+        warn_of_missing_state(folder, where)
         return
     state = comm.state_dict()
     # Parts that another configuration did not save keep the loaded weights.
     planner = DefaultLoadPlanner(allow_partial_load=True)
     load_state(state, storage_reader=FileSystemReader(folder), planner=planner)
     comm.load_state_dict(state)
+
+
+def warn_of_missing_state(checkpoint: object, where: str = "") -> None:
+    """Warn that a checkpoint was saved without the communication state."""
+    warnings.warn(
+        f"sdp4bit: {checkpoint} holds no communication state{where}. Replicas, if any, start from the loaded "
+        "weights in full precision, and the run is not bit-identical to an uninterrupted one",
+        stacklevel=3,
+    )

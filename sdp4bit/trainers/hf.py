@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer and its subclasses, such as TRL's trainers, with FSDP2."""
+"""A callback for transformers' Trainer and its subclasses, such as TRL's trainers, with FSDP2 or DDP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ except ImportError as error:
     raise attachment.missing("hf", error) from error
 
 _SWITCH = (
-    "Trainer uses FSDP2 on several processes with "
+    "On several processes Trainer uses DDP, and FSDP2 with "
     "TrainingArguments(fsdp=True, fsdp_config={'version': 2}), or with `fsdp_version: 2` in the file of "
     "`accelerate launch`"
 )
@@ -31,9 +31,9 @@ _UNSHARDED = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedT
 
 
 class SDP4BitCallback(TrainerCallback):
-    """Quantize a Trainer's FSDP2 communication: `Trainer(..., callbacks=[SDP4BitCallback()])`.
+    """Quantize a Trainer's FSDP2 or DDP communication: `Trainer(..., callbacks=[SDP4BitCallback()])`.
 
-    Attaches when training begins, after the model was sharded and checkpoints were loaded. Adds the
+    Attaches when training begins, after the model was prepared and checkpoints were loaded. Adds the
     communication state to the Trainer's checkpoints, and bytes and compression to its logs.
     """
 
@@ -48,7 +48,7 @@ class SDP4BitCallback(TrainerCallback):
         skip: Skip = None,
         resume_from_checkpoint: str | Path | None = None,
     ) -> None:
-        """Store the arguments of `quantize_communication`.
+        """Store the arguments of `quantize_communication`; DDP takes no `skip`.
 
         Args:
             resume_from_checkpoint: the checkpoint passed to `train`, if it is not in `output_dir`.
@@ -79,7 +79,7 @@ class SDP4BitCallback(TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Attach to the sharded model and load the communication state; Trainer has loaded its checkpoint."""
+        """Attach to the model and load the communication state; Trainer has loaded its checkpoint."""
         assert model is not None
         if self.comm is None or not self.comm.is_attached or model is not self._model:
             if self.comm is not None and self.comm.is_attached:

@@ -1,4 +1,4 @@
-"""A callback for Lightning's Trainer with ModelParallelStrategy, that is, FSDP2."""
+"""A callback for Lightning's Trainer with ModelParallelStrategy, that is, FSDP2, or with DDPStrategy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import SDP4BitConfig, as_config
+from sdp4bit.engines.ddp.hook import DDPCommState
 from sdp4bit.engines.fsdp2.api import Skip
-from sdp4bit.engines.handle import CommHandle
+from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.trainers import attachment
 
 try:
@@ -18,17 +19,17 @@ except ImportError as error:
     raise attachment.missing("lightning", error) from error
 
 _SWITCH = (
-    "Lightning uses FSDP2 with Trainer(strategy=ModelParallelStrategy(data_parallel_size=..., "
-    "tensor_parallel_size=1)) and a LightningModule that calls fully_shard in configure_model. FSDPStrategy "
-    "is FSDP1"
+    "Lightning uses DDP with Trainer(strategy='ddp'), and FSDP2 with "
+    "Trainer(strategy=ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1)) and a "
+    "LightningModule that calls fully_shard in configure_model. FSDPStrategy is FSDP1"
 )
 
 
 class SDP4BitCallback(Callback):
-    """Quantize a Trainer's FSDP2 communication: `Trainer(..., callbacks=[SDP4BitCallback()])`.
+    """Quantize a Trainer's FSDP2 or DDP communication: `Trainer(..., callbacks=[SDP4BitCallback()])`.
 
-    Attaches when fitting begins, after configure_model. Adds the communication state to distributed
-    checkpoints, and logs bytes and compression with `self.log_dict`.
+    Attaches when fitting begins, after configure_model. Adds the communication state to checkpoints (with
+    FSDP2 to distributed ones), and logs bytes and compression with `self.log_dict`.
     """
 
     comm: CommHandle | None = None
@@ -37,7 +38,7 @@ class SDP4BitCallback(Callback):
     def __init__(
         self, config: SDP4BitConfig | str | None = None, *, topology: TopologySpec = "auto", skip: Skip = None
     ) -> None:
-        """Store the arguments of `quantize_communication`.
+        """Store the arguments of `quantize_communication`; DDP takes no `skip`.
 
         Raises:
             ValueError: the preset is unknown.
@@ -46,12 +47,15 @@ class SDP4BitCallback(Callback):
         self._config = as_config(config)
         self._topology, self._skip = topology, skip
         self._was_loaded = False
+        self._loaded_state: StateDict | None = None  # of DDP
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._was_loaded, self._loaded_state = False, None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach to the model that configure_model has sharded, and add the state to checkpoints."""
+        """Attach to the model that the strategy has prepared, and add the state to checkpoints."""
         if self.comm is not None and self.comm.is_attached:
             self.comm.remove()
-        self._was_loaded = False
         self.comm = attachment.attach(
             trainer.strategy.model,
             caller="SDP4BitCallback",
@@ -60,17 +64,31 @@ class SDP4BitCallback(Callback):
             topology=self._topology,
             skip=self._skip,
         )
-        _save_with(trainer, self.comm)
+        if not isinstance(self.comm, DDPCommState):
+            _save_with(trainer, self.comm)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the state of DDP, a few numbers, into Lightning's file."""
+        if isinstance(self.comm, DDPCommState) and self.comm.is_attached:
+            checkpoint[attachment.FOLDER] = self.comm.state_dict()
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._was_loaded = True
+        self._was_loaded, self._loaded_state = True, checkpoint.get(attachment.FOLDER)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the communication state if the run resumes; model and optimizer are loaded."""
-        if self._was_loaded and self.comm is not None and trainer.ckpt_path is not None:
+        if not self._was_loaded or self.comm is None or trainer.ckpt_path is None:
+            return
+        if not isinstance(self.comm, DDPCommState):
             attachment.load(self.comm, trainer.ckpt_path)
+        elif self._loaded_state is None:
+            attachment.warn_of_missing_state(trainer.ckpt_path)
+        else:
+            self.comm.load_state_dict(self._loaded_state)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

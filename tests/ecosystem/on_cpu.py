@@ -1,4 +1,4 @@
-"""Tools of the trainers' tests: FSDP2 on processes without a device, tiny models, bytes that are sent."""
+"""Tools of the trainers' tests: processes without a device, tiny models, bytes that are sent."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def weights_of(model: torch.nn.Module) -> float:
 def outcome(model: torch.nn.Module, losses: list[float], sent: dict[str, int], comm: Any) -> dict[str, Any]:
     """Return the results of a run that are compared; comm is its handle or None."""
     reported = 0 if comm is None else comm.stats()["total"]["inter_bytes"]
-    return {"losses": losses, "weights": weights_of(model), "sent": sent, "reported": reported}
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = {"losses": losses, "weights": weights_of(model), "sent": sent, "reported": reported}
+    return {**found, "trained": numel}
 
 
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -122,20 +124,27 @@ def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def assert_bytes(plain: dict[str, Any], quantized: dict[str, Any], *, least: float) -> None:
-    """All bytes sent are reported, and plain FSDP2 sends more by this factor."""
+def assert_bytes(
+    plain: dict[str, Any], quantized: dict[str, Any], *, least: float, ddp: bool = False
+) -> None:
+    """All bytes sent are reported, and plain FSDP2 or DDP sends more by this factor."""
     assert plain["sent"]["messages"] == 0 and quantized["sent"]["gathers"] == 0
     assert sum(quantized["sent"].values()) == quantized["reported"]
-    assert sum(plain["sent"].values()) / quantized["reported"] > least
+    sent = sum(plain["sent"].values())
+    if ddp:
+        # Python does not see the rings of plain DDP, which send each fp32 gradient once on two ranks.
+        assert sent == 0
+        sent = 4 * plain["trained"] * STEPS
+    assert sent / quantized["reported"] > least
 
 
-def assert_losses(ranks: list[dict[str, Any]], *, learned: float = 0.3) -> None:
-    """Full precision equals plain FSDP2 bit for bit; quantized does not, but each loss is within 2 %."""
+def assert_losses(ranks: list[dict[str, Any]], *, learned: float = 0.3, rel: float = 0.02) -> None:
+    """Full precision equals the plain run bit for bit; quantized does not, but each loss is within `rel`."""
     for rank in ranks:
         plain, lossless, quantized = rank["plain"], rank["lossless"], rank["quantized"]
         for what in ("losses", "weights", "evaluated"):
             assert lossless[what] == plain[what], what
         assert quantized["weights"] != plain["weights"]
-        assert quantized["losses"] == pytest.approx(plain["losses"], rel=0.02)
-        assert quantized["evaluated"] == pytest.approx(plain["evaluated"], rel=0.02)
+        assert quantized["losses"] == pytest.approx(plain["losses"], rel=rel)
+        assert quantized["evaluated"] == pytest.approx(plain["evaluated"], rel=rel)
         assert plain["losses"][-1] < plain["losses"][0] - learned

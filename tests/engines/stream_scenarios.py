@@ -287,6 +287,9 @@ class _Bucket:
     def buffer(self) -> torch.Tensor:
         return self._values
 
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.params
+
     def views(self) -> list[torch.Tensor]:
         values = self._values.split([param.numel() for param in self.params])
         return [value.view_as(param) for value, param in zip(values, self.params, strict=True)]
@@ -296,7 +299,8 @@ def distributed_data_parallel(*, topology: int = 2) -> None:
     """DDP's order of things: a bucket goes to the hook when it is full, all are waited for at the end."""
     torch.manual_seed(0)
     model = toy.ToyGPT(width=16, hidden=36, layers=2)
-    state = DDPCommState(topology=topology, config=chunked().gradients)
+    config = replace(chunked(), telemetry=TelemetryConfig(interval=2))
+    state = DDPCommState(topology=topology, config=config)
     params = list(model.parameters())
     buckets = [_Bucket(at, params[at::3], is_last=at == 2) for at in range(3)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)

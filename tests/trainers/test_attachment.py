@@ -32,5 +32,5 @@ def test_a_missing_trainer_is_an_error_that_names_the_extra(
 
 
 def test_one_process_is_told_that_it_has_nobody_to_communicate_with() -> None:
-    with pytest.raises(ValueError, match=r"Switch needs .* FSDP2, but there is one process.*Set it so\."):
+    with pytest.raises(ValueError, match=r"Switch needs .* or DDP, but there is one process.*Set it so\."):
         attachment.attach(nn.Linear(2, 2), caller="Switch", switch="Set it so.")

@@ -3,7 +3,8 @@
 # No `from __future__ import annotations`, because DDP compares a hook's annotations with its types.
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,206 +15,313 @@ from torch.futures import Future
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.topology import TopologySpec, create_topologies
+from sdp4bit.collectives.sections import Range, pieces_of
+from sdp4bit.collectives.topology import Nodes, Topology, TopologySpec, create_topologies, destroy_topology
 from sdp4bit.collectives.work import SideStream
-from sdp4bit.config import GradientConfig
+from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
-from sdp4bit.observe.explain import ONE_NODE_GRADIENTS, ONE_RANK, describe_all_reduce, describe_ranks
+from sdp4bit.engines.handle import CommHandle, StateDict, check_state
+from sdp4bit.observe.alerts import Alerts
+from sdp4bit.observe.audit import ReplicaCopy
+from sdp4bit.observe.explain import ONE_RANK, describe_all_reduce, one_node_note, one_node_reason
+from sdp4bit.observe.measures import Telemetry, sample_gradient
+from sdp4bit.observe.stats import ModelState
+from sdp4bit.quantization.checksum import checksum
 from sdp4bit.quantization.random import check_numbers
-from sdp4bit.traffic import TrafficCounter
 
 FORMAT_VERSION = 1
 _QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_GRADIENTS = "no gradients yet: register_comm_hook(state, sdp4bit.ddp_comm_hook)"
+_NOT_SENT = "not sent: every rank has them all"
 
 
-class DDPCommState:
-    """State of :func:`ddp_comm_hook` for one DistributedDataParallel model; a Stateful for checkpoints.
+@dataclass(kw_only=True)
+class Bucket:
+    """Parameters that DDP reduces together; every rank holds all of them."""
 
+    name: str
+    ranks: tuple[int, ...]
+    process_group: ProcessGroup | None
+    shard_numel: int
+    device: torch.device
+    parameters: Sequence[Tensor]
+    value_ranges: Sequence[Range] | None = None
+
+    def sample_main(self, ranges: Sequence[Range]) -> Tensor:
+        values = torch.cat([parameter.detach().float().flatten() for parameter in self.parameters])
+        return torch.cat(pieces_of(values, ranges))
+
+
+class BucketGroup(Group):
+    """Communication of one bucket: an all-reduce over all ranks, which hold the same weights."""
+
+    group: Bucket
+    how = ""  # description of the last reduction
+
+    def remarks(self) -> Remarks:
+        return Remarks(gradients=self.how)
+
+
+class DDPCommState(CommHandle):
+    """State of :func:`ddp_comm_hook` for one DistributedDataParallel model, and its handle.
+
+    Its parameter groups are DDP's buckets, and every backward pass with reduced gradients counts as a step.
     All ranks get bit-identical gradients, so weights stay equal as with plain DDP. `no_sync()`, buckets of
-    any size and rebuilt buckets are supported.
+    any size and rebuilt buckets are supported. A `Stateful` for torch.distributed.checkpoint.
     """
+
+    _hint = "comm.time_steps(step) measures your steps with and without quantization."
 
     def __init__(
         self,
         process_group: ProcessGroup | None = None,
         *,
         topology: TopologySpec = "auto",
-        config: GradientConfig | None = None,
-        seed: int = 0,
+        config: SDP4BitConfig | str | None = None,
     ) -> None:
-        """Create the process groups; call it on all ranks of the job.
+        """Create the process groups, now or, without torch.distributed, at the first backward.
+
+        Call it on all ranks of the job.
 
         Args:
             process_group: the model's, as `torch.distributed.new_group` returned it; None for the default
                 group. Ranks outside of the group pass it too.
             topology: the ranks of each node: "auto" (by host name), ranks per node, or an (inter, intra)
                 mesh.
-            config: settings of the quantization; None uses the default.
-            seed: seed of the rounding bits.
+            config: settings or the name of a preset; None uses the default. No weights are sent, so `weights`
+                does not apply. Neither does `audit`, because weights differ inside `join()`: call `audit()`.
 
         Raises:
             ValueError: the topology or the settings are not supported; the same on every rank.
             TypeError: an argument has an unsupported type; the same on every rank.
-            RuntimeError: torch.distributed is not initialized.
         """
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError("sdp4bit.DDPCommState needs torch.distributed: call init_process_group first")
-        self.config = GradientConfig() if config is None else config
-        failure: Exception | None = None
-        if not isinstance(self.config, GradientConfig):
-            failure = TypeError(f"config={config!r} must be a GradientConfig, or None for the default")
-        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-            failure = ValueError(f"seed={seed!r} must be an integer of at least 0")
-        self._group = process_group
+        settings, failure = SDP4BitConfig(), None
+        try:
+            settings = as_config(config)
+        except (TypeError, ValueError) as caught:
+            if not _has_group():
+                raise
+            failure = caught  # raising here would leave the other ranks waiting
+        super().__init__(ModelState([], telemetry=settings.telemetry), config=settings, note=_NO_GRADIENTS)
+        self._undo.callback(self._end)
+        if settings.alerts is not None:
+            self._alerts = Alerts([], config=settings.alerts, telemetry=self._state.telemetry)
+            self._undo.callback(self._state.on_step(self._alerts.at_step_boundary))
+        self._group, self._spec = process_group, topology
+        self._topology: Topology | None = None  # None before `_prepare`
+        self._scratch = Scratch()
+        self._buckets: list[BucketGroup] = []
+        self._state.groups = self._buckets
+        self._are_new = False  # whether buckets have changed in this backward
+        self._streams: dict[torch.device, SideStream] = {}
+        self._has_warned = False
+        if _has_group():
+            self._prepare(failure)
+
+    def _prepare(self, failure: Exception | None = None) -> Topology:
+        """Agree with all ranks of the job, and create the process groups."""
+        group = self._group
         ranks: tuple[int, ...] = (dist.get_rank(),)
-        if cast(object, process_group) is not dist.GroupMember.NON_GROUP_MEMBER:
-            ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        if cast(object, group) is not dist.GroupMember.NON_GROUP_MEMBER:
+            ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         rows = ShardedRows(name="the gradients", ranks=ranks, shard_numel=0, dtypes=())
         layouts = agree(
             [rows],
-            settings={"config": self.config, "seed": seed},
-            topology=topology,
+            settings={"config": self.config},
+            topology=self._spec,
             failure=failure,
             call="DDPCommState",
         ).shards
         check_numbers(buckets=1, ranks=len(ranks))
-        self._layout = layouts[ranks]
         self._topology = create_topologies(list(layouts.values()), purpose="DDP")[ranks]
-        self._seed = seed
-        self._scratch = Scratch()
-        self._traffic = TrafficCounter(self._layout)
-        self._all_reduces: dict[int, QuantizedAllReduce] = {}
-        self._buckets: dict[int, tuple[int, str]] = {}
-        """Values and description of each bucket of the last backward."""
-        self._streams: dict[torch.device, SideStream] = {}
-        self._has_warned = False
-        if ranks[1:] and not self.config.applies_to(nodes=self._layout.nodes):
-            warnings.warn(
-                "sdp4bit: all ranks are on one node, so gradients stay in full precision. To quantize them, "
-                "use GradientConfig(inside_one_node=True)",
-                stacklevel=2,
-            )
-        self.steps = 0
+        self._undo.callback(destroy_topology, self._topology)
+        note = one_node_note([(_NOT_SENT, self._unquantized_reason())])
+        if note:
+            warnings.warn(f"sdp4bit: {note}", stacklevel=3)
+        return self._topology
+
+    @property
+    def steps(self) -> int:
         """Backward passes whose gradients have been reduced."""
+        return self._state.steps + int(self._state.step_pending)
 
     def average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Start averaging a bucket's gradients over all ranks; return a future of them."""
-        index, values = bucket.index(), bucket.buffer()
-        how = self._unquantized_reason(values)
-        future = self._average_densely(values) if how else self._average_quantized(index, values)
-        self._buckets[index] = (
-            values.numel(),
-            how or describe_all_reduce(self.config, self._layout, values.numel()),
-        )
+        if self._removed or not self._is_quantized:
+            return self._average_densely(bucket.buffer())
+        topology, state, values = self._topology or self._prepare(), self._state, bucket.buffer()
+        if bucket.index() == 0 and state.step_pending:
+            # The last backward ends here, because its measures are complete: DDP has waited for its futures.
+            state.end_step()
+        group = self._group_of(bucket, topology)
+        reason = self._unquantized_reason(values)
+        config = self.config.gradients or GradientConfig()
+        group.how = reason or describe_all_reduce(config, topology.layout, values.numel())
+        if reason or not (group.all_reduce and group.all_reduce.takes(values.numel())):
+            group.gradient_bits = None
+            future = self._average_densely(values, group)
+        else:
+            future = self._average_quantized(values, group)
         if bucket.is_last():
-            for old in [number for number in self._buckets if number > index]:
-                del self._buckets[old]
-            self.steps += 1
-            self._traffic.end_step()
+            self._end_backward(bucket.index() + 1)
         return future
 
-    def _unquantized_reason(self, values: Tensor) -> str:
-        if self._layout.size == 1:
+    def _group_of(self, bucket: dist.GradBucket, topology: Topology) -> BucketGroup:  # type: ignore[name-defined]
+        """Return the bucket's group; DDP rebuilds its buckets after the first backward."""
+        index, values = bucket.index(), bucket.buffer()
+        if index == len(self._buckets):
+            layout = topology.layout
+            new = Bucket(
+                name=f"bucket {index}",
+                ranks=layout.ranks,
+                process_group=self._group or dist.group.WORLD,
+                shard_numel=0,
+                device=values.device,
+                parameters=(),
+            )
+            created = BucketGroup(new, index=index, layout=layout, replicas=layout)
+            created.weights_unquantized_reason = _NOT_SENT
+            created.counts_nonfinite = self.config.telemetry is not None
+            if self.config.gradients is not None and not self._unquantized_reason():
+                created.all_reduce = QuantizedAllReduce(
+                    topology,
+                    config=self.config.gradients,
+                    seed=self.config.seed,
+                    ranks=range(layout.size),
+                    bucket=index,
+                    traffic=created.all_reduce_traffic,
+                    scratch=self._scratch,
+                    name=f"DDP's bucket {index}",
+                )
+            self._buckets.append(created)
+        group: BucketGroup = self._buckets[index]
+        rows, numel = group.group, values.numel()
+        self._are_new |= rows.shard_numel != numel
+        rows.shard_numel, rows.device, rows.parameters = numel, values.device, bucket.parameters()
+        return group
+
+    def _unquantized_reason(self, values: Tensor | None = None) -> str:
+        """Return why these gradients, or all of them, are not quantized; "" if they are."""
+        assert self._topology is not None
+        layout: Nodes = self._topology.layout
+        if layout.size == 1:
             return ONE_RANK
-        if not self.config.applies_to(nodes=self._layout.nodes):
-            return ONE_NODE_GRADIENTS
+        reason = one_node_reason(self.config.gradients, nodes=layout.nodes)
+        if reason or values is None or self.config.gradients is None:
+            return reason
         if values.layout != torch.strided:
             return "full precision: sparse gradients"
-        if self.steps < self.config.start_step:
-            return f"full precision until step {self.config.start_step}"
+        if self._state.steps < self.config.gradients.start_step:
+            return f"full precision until step {self.config.gradients.start_step}"
         if values.dtype not in _QUANTIZED_DTYPES:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
                     f"sdp4bit: gradients in {values.dtype} are averaged in full precision: only fp32, bf16 "
                     "and fp16 are quantized",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             return f"full precision: {str(values.dtype).removeprefix('torch.')}"
-        if values.numel() // self._layout.size < self.config.min_numel:
-            return describe_all_reduce(self.config, self._layout, values.numel())
         return ""
 
-    def _average_densely(self, values: Tensor) -> Future[Tensor]:
+    def _average_densely(self, values: Tensor, group: BucketGroup | None = None) -> Future[Tensor]:
+        """Average as plain DDP; the group counts the bytes."""
+        size = dist.get_world_size(self._group)
         if values.layout == torch.strided:
-            values.mul_(1.0 / self._layout.size)
+            values.mul_(1.0 / size)
             # The bytes of a ring all-reduce.
-            sent = round(2 * values.nbytes / self._layout.size)
+            sent = round(2 * values.nbytes / size)
         else:
-            values.div_(self._layout.size)
+            values.div_(size)
             # The backend coalesces each rank's rows and gathers them.
             values = values.coalesce()
             sent = values.indices().nbytes + values.values().nbytes
-        if self._layout.size > 1:
-            self._traffic.count_plain(sent)
-            self._traffic.count_ring(sent)
+        if group is not None and size > 1:
+            group.count_dense(group.all_reduce_traffic, sent)
         with comm_error_context("full-precision gradient all-reduce of DDP", group=self._group):
             work: Any = dist.all_reduce(values, group=self._group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _average_quantized(self, index: int, values: Tensor) -> Future[Tensor]:
-        all_reduce = self._all_reduces.get(index)
-        if all_reduce is None:
-            all_reduce = self._all_reduces[index] = QuantizedAllReduce(
-                self._topology,
-                config=self.config,
-                seed=self._seed,
-                ranks=range(self._layout.size),
-                bucket=index,
-                traffic=self._traffic,
-                scratch=self._scratch,
-                name=f"DDP's bucket {index}",
-            )
-        device, call = values.device, self.steps
+    def _average_quantized(self, values: Tensor, group: BucketGroup) -> Future[Tensor]:
+        all_reduce, call, device = group.all_reduce, self._state.steps, values.device
+        assert all_reduce is not None
+        nonfinite = sample_gradient(group, values, sample_numel=self._state.gradient_sample_numel)
+        group.gradient_bits = all_reduce.bits
         if device not in self._streams:
             self._streams[device] = SideStream(device)
         future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
 
         def average() -> None:
             # A backward pass reduces each bucket once, so (step, bucket) is unique.
-            all_reduce(values, call=call, multiplier=1.0 / self._layout.size)
+            all_reduce(values, call=call, multiplier=1.0 / group.layout.size, nonfinite=nonfinite)
             # On a GPU, waiting for the future waits for the side stream, which is current here.
             future.set_result(values)
 
         self._streams[device].run(average)
         return future
 
-    def stats(self) -> dict[str, Any]:
-        """Return the bytes that this rank sent; cheap, never waits.
+    def _end_backward(self, count: int) -> None:
+        """Record that all buckets have been passed, so many."""
+        state, is_first = self._state, self._note == _NO_GRADIENTS
+        state.step_pending = True
+        for group in self._buckets[count:]:
+            state.retired += group.all_reduce_traffic.total
+        self._are_new |= count < len(self._buckets)
+        del self._buckets[count:]
+        if self._are_new:
+            # Buckets hold other values now, so earlier measures describe none of them.
+            state.telemetry = Telemetry(self.config.telemetry, [each.group.name for each in self._buckets])
+            if self._alerts is not None:
+                self._alerts.watch(self._buckets, telemetry=state.telemetry)
+            self._are_new = False
+        if is_first:
+            self._note = one_node_note([(_NOT_SENT, self._unquantized_reason())])
+            self._log_attached()
 
-        Returns:
-            "steps": backward passes whose gradients were reduced.
-            "last_step", "total": bytes this rank sent inside its node ("intra_bytes") and to other nodes
-            ("inter_bytes"), the padding in both, and the number of collectives.
-            "compression_ratio": bytes of plain DDP over bytes sent in the last step, between nodes (inside
-            the node if there is only one); None before the first step.
-        """
-        last = self._traffic.last_step
-        return {
-            "steps": self.steps,
-            "last_step": last.as_dict(),
-            "total": self._traffic.total.as_dict(),
-            "compression_ratio": last.compression_ratio if self.steps else None,
-        }
+    def mark_step(self) -> None:
+        """Do nothing: no weights are sent, and every backward pass counts as a step."""
+        self._check_attached()
 
-    def explain(self) -> str:
-        """Return a line per bucket of the last backward with its quantization, or the reason for none."""
-        ranks = f"ranks {describe_ranks(self._layout)}"
-        if not self._buckets:
-            return f"{ranks}; no gradients yet: register_comm_hook(state, sdp4bit.ddp_comm_hook)"
-        lines = [
-            f"bucket {index}: {numel:,} values, {how}"
-            for index, (numel, how) in sorted(self._buckets.items())
+    def resync(self) -> None:
+        """Do nothing: no weights are sent, so there are no replicas to refresh."""
+        self._check_attached()
+
+    def _check_switch(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "full_precision or time_steps was called during backward: call it between steps"
+            )
+
+    def _switch(self) -> None:
+        self._is_quantized = not self._is_quantized
+
+    def _audited(self) -> list[ReplicaCopy]:
+        return [
+            ReplicaCopy(
+                name=f"{group.group.name} (weights)",
+                rows=torch.stack([checksum(parameter.detach()) for parameter in group.group.parameters]),
+                layout=group.layout,
+                process_group=group.group.process_group,
+                is_full=True,
+                traffic=group.weight_traffic,
+                can_be_refreshed=False,
+            )
+            for group in self._buckets
+            if group.group.process_group is not None
         ]
-        return "\n".join([ranks, *lines])
 
-    def state_dict(self) -> dict[str, Any]:
+    def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
+        return wrong  # none: an audit of weights raises
+
+    def state_dict(self) -> StateDict:
         """Return the step counter of the rounding bits; the same on all ranks."""
+        self._check_attached()
         return {"format_version": FORMAT_VERSION, "steps": self.steps}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks.
 
         DDP rebuilds its buckets after the first backward of each process, unless
@@ -223,12 +331,13 @@ class DDPCommState:
         Raises:
             ValueError: the argument is no state of this class; nothing is changed.
         """
-        known = isinstance(state_dict, Mapping) and state_dict.get("format_version") == FORMAT_VERSION
-        if not known or not isinstance(state_dict.get("steps"), int):
-            raise ValueError(
-                f"this is not the state of an sdp4bit.DDPCommState of format {FORMAT_VERSION}: {state_dict!r}"
-            )
-        self.steps = state_dict["steps"]
+        self._check_attached()
+        check_state(state_dict, owner="an sdp4bit.DDPCommState", version=FORMAT_VERSION, keys=("steps",))
+        self._state.steps, self._state.step_pending = int(state_dict["steps"]), False
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def ddp_comm_hook(state: DDPCommState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

@@ -5,34 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+)
 from accelerate.state import AcceleratorState, GradientState
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sdp4bit.trainers.accelerate import log_values, quantize_communication
 from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import SAVED, STEPS
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "accelerate", "torch.utils.tensorboard"]
-LEAST, HINT = 7, "fsdp_version=2"
+LEAST = 7
 WITHOUT_STATE = "plain/saved/sdp4bit holds no communication state"
 
 
-def accelerator_of(folder: Path) -> Any:
-    """Return an Accelerator that shards the tiny Llama with FSDP2."""
+def accelerator_of(folder: Path, *, ddp: bool) -> Any:
+    """Return an Accelerator that prepares the tiny Llama with FSDP2 or DDP."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     PartialState(cpu=True)
-    on_cpu.let_accelerate_shard_on_the_cpu()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-    )
+    plugin = None
+    if not ddp:
+        on_cpu.let_accelerate_shard_on_the_cpu()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
     return Accelerator(
         fsdp_plugin=plugin,
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if ddp else [],
         mixed_precision="bf16",
         gradient_accumulation_steps=2,
         log_with="tensorboard",
@@ -40,8 +46,8 @@ def accelerator_of(folder: Path) -> Any:
     )
 
 
-def train(folder: Path, config: Any, start: Path | None = None) -> dict[str, Any]:
-    accelerator = accelerator_of(folder)
+def train(folder: Path, config: Any, start: Path | None = None, *, ddp: bool = False) -> dict[str, Any]:
+    accelerator = accelerator_of(folder, ddp=ddp)
     accelerator.init_trackers("log")
     model = on_cpu.tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -96,19 +102,3 @@ def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def exported(folder: Path) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = torch.load(folder / "exported.pt")
     return state
-
-
-def refused(folder: Path) -> str:
-    """Attach to models that are not sharded, by FSDP1 and without sharding, too."""
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(8, 8)
-    ddp = accelerator.prepare(model)
-    fsdp1 = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    texts = []
-    for each in (ddp, fsdp1, model):
-        with pytest.raises(ValueError, match=HINT) as error:
-            quantize_communication(accelerator, model=each)
-        texts.append(str(error.value))
-    assert "FSDP1" in texts[1] and "no module of the model is sharded" in texts[2]
-    return texts[0]

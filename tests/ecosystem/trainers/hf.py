@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from datasets import Dataset
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -16,7 +15,7 @@ from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import SAVED, STEPS
 
 PRELOAD = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "datasets"]
-LEAST, HINT = 7, "fsdp=True"
+LEAST = 7
 WITHOUT_STATE = f"plain/checkpoint-{SAVED}/sdp4bit holds no communication state"
 
 SETTINGS = {
@@ -39,7 +38,7 @@ SETTINGS = {
 
 
 def trainer_of(folder: Path, callback: Any, **options: Any) -> Any:
-    """Return a Trainer that has FSDP2 shard the tiny Llama."""
+    """Return a Trainer of the tiny Llama, with FSDP2 by default."""
     args = TrainingArguments(output_dir=str(folder), **{**SETTINGS, **options})
     if args.fsdp:
         on_cpu.let_accelerate_shard_on_the_cpu()
@@ -53,11 +52,15 @@ def trainer_of(folder: Path, callback: Any, **options: Any) -> Any:
     )
 
 
-def train(folder: Path, config: Any, start: Path | None = None) -> dict[str, Any]:
+DDP = {"fsdp": None, "fsdp_config": None}
+"""Settings that replace those of FSDP2."""
+
+
+def train(folder: Path, config: Any, start: Path | None = None, *, ddp: bool = False) -> dict[str, Any]:
     callback = None
     if config is not None:
         callback = SDP4BitCallback(config, topology=1, resume_from_checkpoint=start)
-    trainer = trainer_of(folder, callback)
+    trainer = trainer_of(folder, callback, **(DDP if ddp else {}))
     with on_cpu.count_sent_bytes() as sent:
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -89,10 +92,3 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     model = LlamaForCausalLM.from_pretrained(folder / "exported", dtype=torch.float32)
     state: dict[str, torch.Tensor] = model.state_dict()
     return state
-
-
-def refused(folder: Path) -> str:
-    trainer = trainer_of(folder, SDP4BitCallback(), fsdp=None, fsdp_config=None)
-    with pytest.raises(ValueError, match="SDP4BitCallback") as error:
-        trainer.train()
-    return str(error.value)

@@ -6,14 +6,13 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from sdp4bit.trainers.lightning import SDP4BitCallback
@@ -22,12 +21,12 @@ from tests.ecosystem.on_cpu import SAVED, STEPS, WORLD
 from tests.toy import ToyGPT, loss_of
 
 PRELOAD = ["lightning.pytorch"]
-LEAST, HINT = 6, "ModelParallelStrategy"  # after large steps an evaluation gets its weights in full precision
+LEAST = 6  # after large steps an evaluation gets its weights in full precision
 WITHOUT_STATE = "holds no communication state"
 
 
 class Language(LightningModule):
-    """The toy GPT of the other tests, sharded by hand as ModelParallelStrategy wants it."""
+    """The toy GPT of the other tests, sharded by hand as ModelParallelStrategy wants it; not with DDP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +35,8 @@ class Language(LightningModule):
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
+        if not isinstance(self.trainer.strategy, ModelParallelStrategy):
+            return
         mesh = self.device_mesh["data_parallel"]
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self.model.blocks:
@@ -62,15 +63,26 @@ def loader(count: int) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader([(row[:-1], row[1:]) for row in tokens], batch_size=4)
 
 
-def train(folder: Path, config: Any, start: Path | None = None, *, shards: bool = True) -> dict[str, Any]:
+def train(
+    folder: Path,
+    config: Any,
+    start: Path | None = None,
+    *,
+    ddp: bool = False,
+    strategy: Any = None,
+    shards: bool = True,
+) -> dict[str, Any]:
     """Fit two epochs with accumulation, each with a validation and a checkpoint, or the second one."""
     model = Language()
     callback = None if config is None else SDP4BitCallback(config, topology=1)
     saving = ModelCheckpoint(folder, every_n_epochs=1, save_on_train_epoch_end=True, save_top_k=-1)
+    if strategy is None:
+        strategy = ModelParallelStrategy(WORLD, 1, save_distributed_checkpoint=shards)
+        strategy = DDPStrategy(find_unused_parameters=True) if ddp else strategy
     trainer = Trainer(
         accelerator="cpu",
         devices=WORLD,
-        strategy=ModelParallelStrategy(WORLD, 1, save_distributed_checkpoint=shards),
+        strategy=strategy,
         max_steps=STEPS,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
@@ -102,25 +114,9 @@ def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a distributed checkpoint, joined by Lightning's tool; a model loads them."""
-    state: dict[str, torch.Tensor] = _load_distributed_checkpoint(checkpoint(folder, STEPS))["state_dict"]
+    """Return the weights of a file, or of shards joined by Lightning's tool; a model loads them."""
+    path = checkpoint(folder, STEPS)
+    saved = _load_distributed_checkpoint(path) if path.is_dir() else torch.load(path, weights_only=False)
+    state: dict[str, torch.Tensor] = saved["state_dict"]
     Language().load_state_dict(state)
     return state
-
-
-def refused(folder: Path) -> str:
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy="ddp",
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[SDP4BitCallback()],
-    )
-    model = Language()
-    model.configure_model = lambda: None
-    with pytest.raises(ValueError, match="SDP4BitCallback") as error:
-        trainer.fit(model, loader(4))
-    return str(error.value)

@@ -34,8 +34,6 @@ from tests.ecosystem.on_cpu import SAVED, STEPS, TOKENS
 PRELOAD = ["tests.ecosystem.titan_device", "torchtitan.trainer", "torchtitan.models.llama3"]
 LEAST = 7
 WITHOUT_STATE = None
-refused = None
-"""Without FSDP2 torchtitan replicates the model, which is quantized, too."""
 
 
 class NoTokenizer(BaseTokenizer):
