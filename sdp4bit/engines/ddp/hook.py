@@ -28,7 +28,7 @@ from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.observe.explain import ONE_RANK, describe_all_reduce, one_node_note, one_node_reason
 from sdp4bit.observe.measures import Telemetry, sample_gradient
 from sdp4bit.observe.stats import ModelState
-from sdp4bit.quantization.checksum import checksum
+from sdp4bit.quantization.ops import checksum
 from sdp4bit.quantization.random import check_numbers
 
 FORMAT_VERSION = 1
