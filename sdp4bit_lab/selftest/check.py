@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks
 from sdp4bit_lab.selftest.config import SelftestConfig
@@ -32,6 +33,13 @@ class CheckSkippedError(Exception):
     """Report why a check does not apply to these ranks."""
 
 
+ONE_RANK = (
+    "one rank sends nothing: start several with torchrun or --nproc-per-node, or on one GPU with "
+    "--ranks-as-threads 8"
+)
+"""Reason for skipping a check that needs several ranks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """Settings and ranks of a self-test."""
@@ -46,6 +54,16 @@ class Context:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def are_threads(self) -> bool:
+        """Whether the ranks are threads of one process."""
+        return self.config.ranks_as_threads is not None
+
+    def meet(self) -> None:
+        """Wait for the other ranks before a change of state that ranks share if they are threads."""
+        if self.are_threads:
+            dist.barrier()
 
     def say(self, line: str) -> None:
         """Print progress on rank 0."""
@@ -144,10 +162,12 @@ def _run(name: str, check: Check, context: Context) -> Outcome:
 def command_to_repeat(name: str, context: Context) -> str:
     """Return the command that repeats one check on as many ranks."""
     config, ranks = context.config, context.ranks
-    command = "python" if ranks.world_size == 1 else f"torchrun --nproc-per-node {ranks.local_world_size}"
+    alone = ranks.world_size == 1 or context.are_threads
+    command = "python" if alone else f"torchrun --nproc-per-node {ranks.local_world_size}"
     nodes = ranks.world_size // ranks.local_world_size
     command += f" --nnodes {nodes} --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
     command += f" -m sdp4bit_lab selftest --only {name} --seed {config.seed}"
     command += f" --device {config.device}" if config.device != "auto" else ""
+    command += f" --ranks-as-threads {ranks.world_size}" if context.are_threads else ""
     per_node = config.parallel.ranks_per_node
     return command if per_node is None else f"{command} --ranks-per-node {per_node}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -24,6 +25,8 @@ class SelftestConfig:
     """Device to test; auto uses GPUs if available."""
     only: str = ",".join(CHECKS)
     """Checks to run, separated by commas."""
+    ranks_as_threads: int | None = None
+    """Ranks to run as threads of this process. They share one GPU, which the ranks of NCCL cannot."""
     seed: int = 0
     """Seed of all random values and delays."""
     steps: int = 20
@@ -37,6 +40,14 @@ class SelftestConfig:
     def __post_init__(self) -> None:
         require_at_least(1, self, "steps", "delays")
         require_at_least(0, self, "seed")
+        require_at_least(2, self, "ranks_as_threads")
+        if self.ranks_as_threads is not None:
+            if self.parallel.nproc_per_node is not None or "RANK" in os.environ:
+                raise SettingError(
+                    f"--ranks-as-threads {self.ranks_as_threads} starts all ranks in this process: use it "
+                    "without --nproc-per-node and torchrun"
+                )
+            self.parallel.check_world(self.ranks_as_threads)
         _ = self.checks
 
     @property

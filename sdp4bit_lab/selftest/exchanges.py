@@ -15,7 +15,7 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology, create_topology, destroy_topology
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit_lab.selftest.check import CheckFailedError, CheckSkippedError, Context
+from sdp4bit_lab.selftest.check import ONE_RANK, CheckFailedError, CheckSkippedError, Context
 from sdp4bit_lab.simulated.collectives import (
     SimulatedAllReduce,
     SimulatedReduceScatter,
@@ -47,7 +47,7 @@ def check_exchanges(context: Context) -> dict[str, Any]:
     """Return the number of bit-equal exchanges by layout, nodes x ranks per node."""
     size = context.ranks.world_size
     if size == 1:
-        raise CheckSkippedError("one rank sends nothing: start several, with torchrun or --nproc-per-node")
+        raise CheckSkippedError(ONE_RANK)
     layouts = {}
     for per_node in range(1, size + 1):
         if size % per_node:

@@ -48,7 +48,8 @@ def check_facts(context: Context) -> dict[str, Any]:
     ranks = gather_over_ranks(facts, what="facts about the ranks")
     warnings = list(warnings_of(ranks))
     # Torch 2.15 has two back ends for the name "nccl".
-    backend, backend_class = dist.get_backend(), type(dist.group.WORLD._get_backend(device)).__name__  # type: ignore[union-attr]
+    world: Any = dist.group.WORLD
+    backend, backend_class = dist.get_backend(), type(world if context.are_threads else world._get_backend(device)).__name__
     hosts = len({rank["host"] for rank in ranks})
     context.say(
         f"      {len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}, "
@@ -79,7 +80,7 @@ def warnings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     is_cuda = any(rank["device_uuid"] for rank in ranks)
     used = Counter(rank["device_uuid"] for rank in ranks if rank["device_uuid"])
     if used and max(used.values()) > 1:
-        yield f"{max(used.values())} ranks share a GPU: times mean little, and NCCL may fail"
+        yield f"{max(used.values())} ranks share a GPU: times mean little, and NCCL fails unless they are threads"
     if is_cuda and any(rank["environment"].get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" for rank in ranks):
         yield (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 serializes kernels and collectives: unset it for FSDP2; "

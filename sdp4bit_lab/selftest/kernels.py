@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from sdp4bit.kernels.cases import all_cases, difference
 from sdp4bit.quantization import ops
 from sdp4bit_lab.common.files import Progress
+from sdp4bit_lab.common.ranks import gather_over_ranks
 from sdp4bit_lab.selftest.check import CheckFailedError, CheckSkippedError, Context
 
 
@@ -16,12 +18,15 @@ def check_kernels(context: Context) -> dict[str, Any]:
     if backend == "reference":
         raise CheckSkippedError("only the reference back end is available")
     progress = Progress(lambda text: context.say(f"      {text}"))
-    for case in all_cases():
+    # Ranks that are threads share the device: each compares a part of the calls.
+    first, step = (context.ranks.rank, context.ranks.world_size) if context.are_threads else (0, 1)
+    for case in itertools.islice(all_cases(), first, None, step):
         found = difference(case.operator, case.first, backend="auto", device=context.device, **case.named)
         if found is not None:
             message = f"{backend}: {case.operator.__name__} differs from the reference: {found}"
             raise CheckFailedError(message, case=str(case))
         compared += 1
         progress(f"{compared} calls compared")
+    compared = sum(gather_over_ranks(compared, what="compared calls")) if context.are_threads else compared
     context.say(f"      {compared} calls of {backend} kernels equal the reference, byte for byte")
     return {"backend": backend, "compared": compared}

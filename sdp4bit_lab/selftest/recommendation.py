@@ -22,6 +22,8 @@ def check_recommendation(context: Context) -> dict[str, Any]:
     """Return the communication time of a 1.3B model's step, and a recommendation."""
     if context.ranks.world_size == 1:
         raise CheckSkippedError("one rank sends nothing")
+    if context.are_threads:
+        raise CheckSkippedError("threads send nothing over links")
     parallel = context.config.parallel
     probed = measure(
         ProbeConfig(megabytes=_MEGABYTES, rounds=_ROUNDS, parallel=parallel), ranks=context.ranks

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
 from sdp4bit_lab.pretrain.model.gpt import GPT
-from sdp4bit_lab.selftest.check import CheckSkippedError, Context
+from sdp4bit_lab.selftest.check import ONE_RANK, CheckSkippedError, Context
 from sdp4bit_lab.selftest.model import batches, blocks_of, loss_of, sharded_toy, topology_of
 
 _STEPS = 4
@@ -84,7 +84,7 @@ class _EachOperator(TorchDispatchMode):
 def check_streams(context: Context) -> dict[str, Any]:
     """Return the scenarios whose losses and weights are unaffected by delays."""
     if context.ranks.world_size == 1:
-        raise CheckSkippedError("one rank sends nothing: start several")
+        raise CheckSkippedError(ONE_RANK)
     for name, scenario in SCENARIOS.items():
         with _EachOperator(before=lambda: None, after=context.synchronize):
             expected = _train(context, scenario)
@@ -137,6 +137,7 @@ def _train(context: Context, scenario: Scenario) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         results.append(loss.detach())
+    context.meet()  # remove() changes torch's list of hooks, which optimizers of other threads iterate over
     handle.remove()
     for parameter in parameters:
         shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter

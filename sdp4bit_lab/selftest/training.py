@@ -24,7 +24,7 @@ from sdp4bit import (
 )
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.ranks import gather_over_ranks
-from sdp4bit_lab.selftest.check import CheckSkippedError, Context
+from sdp4bit_lab.selftest.check import ONE_RANK, CheckSkippedError, Context
 from sdp4bit_lab.selftest.model import batches, loss_of, sharded_toy, topology_of
 
 TOLERANCE = 0.003
@@ -65,9 +65,7 @@ class _Trained:
 def check_training(context: Context) -> dict[str, Any]:
     """Return losses, times and bytes after checking losses and gradients."""
     if context.ranks.world_size == 1:
-        raise CheckSkippedError(
-            "one rank sends nothing: `sdp4bit pretrain --simulated-ranks 4 --ranks-per-node 2` trains as 4 do"
-        )
+        raise CheckSkippedError(ONE_RANK)
     context.say(f"      {context.config.steps} steps each with plain FSDP2, without quantizers, with sdp4bit")
     plain, lossless = _train(context, None), _train(context, _LOSSLESS)
     _require_losses(context, plain.losses, lossless.losses, how="sdp4bit without a quantizer", tolerance=0.0)
@@ -159,7 +157,8 @@ def _train(
     handle = None
     if config is not None:
         handle = quantize_communication(model, topology=topology_of(context), config=config)
-    if context.is_cuda:
+    measures = context.is_cuda and not context.are_threads  # the allocator counts for the process
+    if measures:
         torch.cuda.reset_peak_memory_stats(context.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     losses, seconds, gradient = [], [], torch.empty(0)
@@ -168,7 +167,7 @@ def _train(
     ):
         context.synchronize()
         start = time.perf_counter()
-        with _no_waiting(forbids_waiting and step >= _WARM_UP):
+        with _no_waiting(context, forbids_waiting and step >= _WARM_UP):
             loss = loss_of(model, batch)
             loss.backward()
             if step == 0:
@@ -182,25 +181,33 @@ def _train(
     stats: dict[str, Any] = {}
     if handle is not None:
         stats = dict(handle.stats())
+        context.meet()  # see `streams._train`
         handle.remove()
     return _Trained(
         losses=[loss.item() for loss in losses],
         gradient=gradient,
         step_seconds=statistics.median(seconds[_WARM_UP:] or seconds),
         stats=stats,
-        peak_bytes=torch.cuda.max_memory_allocated(context.device) if context.is_cuda else None,
+        peak_bytes=torch.cuda.max_memory_allocated(context.device) if measures else None,
     )
 
 
 @contextmanager
-def _no_waiting(is_forbidden: bool) -> Iterator[None]:
+def _no_waiting(context: Context, is_forbidden: bool) -> Iterator[None]:
     """Make CUDA raise inside the block when the host waits for the device."""
     if not is_forbidden:
         yield
         return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    # The mode is one of the process: if ranks are threads, one of them changes it while the others wait.
+    changes = context.ranks.is_first or not context.are_threads
+    context.meet()
+    if changes:
+        torch.cuda.set_sync_debug_mode("error")
+    context.meet()
     try:
         yield
+        context.meet()
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        if changes:
+            torch.cuda.set_sync_debug_mode("default")
+    context.meet()
