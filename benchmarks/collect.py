@@ -25,8 +25,8 @@ from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.finished_run import finite
 from sdp4bit_lab.compare.run_folders import merge_finished
 from sdp4bit_lab.plan.config import ClusterConfig, PlanConfig
+from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import PlanModelConfig
-from sdp4bit_lab.plan.step import ParallelLayout
 
 MODELS: dict[str, dict[str, Any]] = {
     "1.3B": {"model_card": "1.3B"},
