@@ -68,5 +68,6 @@ class Latency:
         return call.times * min(choices)
 
     def agreement(self, *, ranks: int) -> float:
-        """Return the time of an agreement of the hosts by recursive doubling: 2 log2(ranks) messages."""
-        return 2 * math.ceil(math.log2(ranks)) * max(self.gloo_hop, self.message)
+        """Return the time of an agreement of the hosts by recursive doubling, in log2(ranks) hops."""
+        hops = math.floor(math.log2(ranks))
+        return (hops if ranks == 1 << hops else hops + 2) * max(self.gloo_hop, self.message)

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from sdp4bit import GradientConfig, SDP4BitConfig
+from sdp4bit.collectives.host import hops_of
 from sdp4bit.collectives.pipeline import pipeline_chunks
 from sdp4bit.traffic import Grid
 from sdp4bit_lab.plan.costs import Cluster
@@ -62,10 +63,11 @@ def test_latencies_are_those_of_nccl_s_table(
     assert Latency().seconds(call) == pytest.approx(3e-6 * microseconds)
 
 
-def test_an_agreement_has_two_messages_per_doubling_of_the_ranks() -> None:
-    assert Latency().agreement(ranks=1) == 0
-    assert Latency().agreement(ranks=128) == pytest.approx(14 * 25e-6)
-    assert Latency(message=1e-3).agreement(ranks=129) == pytest.approx(16 * 1e-3)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 128, 129, 8000])
+def test_an_agreement_takes_the_hops_of_the_library(ranks: int) -> None:
+    longest = max(len(hops_of(rank, size=ranks)) for rank in range(ranks))
+    assert Latency().agreement(ranks=ranks) == pytest.approx(longest * 25e-6)
+    assert Latency(message=1e-3).agreement(ranks=ranks) == pytest.approx(longest * 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def quantized_seconds(model: str, nodes: int, *, link: float) -> float:
     return (
         max(compute / 3, count * (inside + refresh))
         + max(compute * 2 / 3, count * (inside + gradients))
-        + 2 * math.ceil(math.log2(GPUS * nodes)) * 25e-6
+        + len(hops_of(0, size=GPUS * nodes)) * 25e-6
         + kernels / KERNEL_RATE
     )
 
