@@ -25,8 +25,8 @@ from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.finished_run import finite
 from sdp4bit_lab.compare.run_folders import merge_finished
 from sdp4bit_lab.plan.config import ClusterConfig, PlanConfig
+from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import PlanModelConfig
-from sdp4bit_lab.plan.step import ParallelLayout
 
 MODELS: dict[str, dict[str, Any]] = {
     "1.3B": {"model_card": "1.3B"},
@@ -35,8 +35,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 NODES = (2, 4, 8)
 GBITS = (1, 10, 25, 100, 400, 800)
-MEMORY = 80e9
-"""Bytes of an H100."""
 SEQUENCES = 4
 """Sequences of 2,048 tokens per GPU and step."""
 
@@ -81,7 +79,7 @@ def planning() -> dict[str, Any]:
                     model=PlanModelConfig(**model),
                     cluster=ClusterConfig(
                         **{"device": "h100", "nodes": nodes, "devices_per_node": 8, "device_tflops": 400},
-                        **{"inter_bandwidth": gbit / 8, "latency_us": 20},
+                        inter_bandwidth=gbit / 8,
                     ),
                     layout=ParallelLayout(micro_batch_size=SEQUENCES),
                 )
@@ -91,9 +89,11 @@ def planning() -> dict[str, Any]:
                         **{"model": name, "nodes": nodes, "gbit": gbit},
                         "over_fp32": plan.speedups(plan.baseline),
                         "over_bf16": plan.speedups(plan.bf16_baseline),
+                        # None if no replica of the model fits a node.
+                        "over_hsdp": plan.hybrid and plan.speedups(plan.hybrid.plain),
                         "step_seconds": plan.quantized.step_seconds,
-                        "fits": sum(plan.quantized.memory.values()) < MEMORY,
-                        "memory_bytes": sum(plan.quantized.memory.values()),
+                        "fits": plan.fits,
+                        "memory_bytes": plan.quantized.total_memory,
                     }
                 )
     assumptions = (

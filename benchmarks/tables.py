@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -247,18 +247,34 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
 def planning_page(result: dict[str, Any]) -> str:
     """Return the planner's predicted gains by model, nodes and link rate."""
     rates = list(dict.fromkeys(row["gbit"] for row in result["rows"]))
-    cells: dict[tuple[str, int], list[str]] = {}
-    for row in result["rows"]:
-        least, most = sorted(row["over_bf16"])
-        text = f"{least:.1f}" if f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to {most:.1f}"
-        cells.setdefault((row["model"], row["nodes"]), []).append(text if row["fits"] else "no memory")
-    rows = [[model, str(nodes), *texts] for (model, nodes), texts in cells.items()]
+    tables = []
+    for name, baseline in GAINS.items():
+        cells: dict[tuple[str, int], list[str]] = {}
+        for row in result["rows"]:
+            text = "no memory"
+            if row["fits"]:
+                text = "no HSDP fits" if row[name] is None else _span(row[name])
+            cells.setdefault((row["model"], row["nodes"]), []).append(text)
+        rows = [[model, str(nodes), *texts] for (model, nodes), texts in cells.items()]
+        titles = ["model", "nodes", *(f"{rate:g}" for rate in rates)]
+        tables.append(f"## Over {baseline}\n\n{table(titles, rows)}")
     return (
-        f"{NOTICE}# Predicted gains\n\nTimes faster than FSDP2 with bf16 gradients, by the link rate of "
-        f"a node in Gbit/s. {result['assumptions']} **Arithmetic, not a measurement**: "
-        "[planning](../planning.md) states the assumptions.\n\n"
-        f"{table(['model', 'nodes', *(f'{rate:g}' for rate in rates)], rows)}\n{origin(result)}"
+        f"{NOTICE}# Predicted gains\n\nTimes faster than a baseline, by the link rate of a node in Gbit/s. "
+        f"{result['assumptions']} **Arithmetic, not a measurement**: "
+        "[planning](../planning.md) states the assumptions.\n\n" + "\n".join(tables) + f"\n{origin(result)}"
     )
+
+
+GAINS = {
+    "over_fp32": "FSDP2's default, fp32 gradients",
+    "over_bf16": "FSDP2 with bf16 gradients",
+    "over_hsdp": "HSDP with bf16 gradients",
+}
+
+
+def _span(gains: Sequence[float]) -> str:
+    least, most = (f"{gain:.1f}" for gain in sorted(gains))
+    return least if least == most else f"{least} to {most}"
 
 
 def section(result: dict[str, Any]) -> str:
@@ -346,8 +362,8 @@ class Results:
         kind, _, detail = name.partition("-")
         if kind == "loss":
             return self._loss(detail or "sdp4bit")
-        if kind == "gain":
-            gains = self._gains(int(detail))
+        if kind in ("gain", "hsdp"):
+            gains = self._gains(int(detail), over={"gain": "over_bf16", "hsdp": "over_hsdp"}[kind])
             return f"{min(gains):.1f} to {max(gains):.1f}"
         if name == "lora":
             return self._lora()
@@ -357,7 +373,8 @@ class Results:
         if name == "summary":
             return self._summary()
         raise ValueError(
-            f"<!-- result {name} --> names no result: use summary, lora, launches, loss-STRATEGY or gain-GBIT"
+            f"<!-- result {name} --> names no result: use summary, lora, launches, loss-STRATEGY, "
+            "gain-GBIT or hsdp-GBIT"
         )
 
     def _loss(self, strategy: str) -> str:
@@ -367,9 +384,9 @@ class Results:
             raise ValueError(f"no accuracy result has three seeds of {strategy}")
         return f"{percent(loss.percent, digits=2)} ({loss.interval_text(digits=2)})"
 
-    def _gains(self, gbit: int) -> list[float]:
+    def _gains(self, gbit: int, *, over: str) -> list[float]:
         rows = (row for row in self._read("planning.json")["rows"] if row["gbit"] == gbit and row["fits"])
-        return [gain for row in rows for gain in row["over_bf16"]]
+        return [gain for row in rows for gain in row[over] or ()]
 
     def _lora(self) -> str:
         path = self.root / "experiments" / "finetuning" / "result.json"

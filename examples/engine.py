@@ -89,7 +89,7 @@ class Quantized(Plain):
         group.weight_traffic.count_plain(main.nbytes)
         if self.is_full_due:
             replica.start_full_refresh(main)
-            group.count_full_refresh()
+            group.count_full_refresh("first use")
         elif group.is_changed:
             replica.start_quantized_refresh(main)
             group.refreshes += 1

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from sdp4bit_lab.common.files import aligned, wrapped
 from sdp4bit_lab.plan.clusters import ClusterName
+from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import PlanModelConfig, gpt_groups
-from sdp4bit_lab.plan.step import ParallelLayout
 from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, ring
 from sdp4bit_lab.pretrain.model.cards import CardName
 

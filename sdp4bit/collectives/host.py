@@ -96,7 +96,7 @@ def all_reduce_on_host(
 
     Steps, with p the largest power of two up to the number of ranks:
     1. Rank p + i sends its values to rank i, which combines them with its own.
-    2. Recursive doubling: at distances 1, 2, 4, ... p/2, two ranks exchange what they have and combine it.
+    2. Recursive doubling: at distances 1, 2, 4, ... p/2, two ranks exchange and combine their totals.
        Both compute the same bits, because a + b = b + a.
     3. Rank i sends the result to rank p + i.
 

@@ -20,8 +20,9 @@ Steps = Iterator[None]
 INTRA_RATE, INTER_RATE = 300e9, 25e9
 """Assumed bytes per second and rank inside a node (NVLink of an H100) and between nodes (200 Gbit/s per GPU).
 The number of slices depends on their square root, so a factor of four in a rate changes it by at most two."""
-SLICE_SECONDS = 50e-6
-"""Assumed cost of another slice: the latency of two all-to-alls (10 to 20 us each) and three kernels."""
+SLICE_SECONDS, PEER_SECONDS = 50e-6, 2e-6
+"""Assumed cost of another slice on two nodes, the latency of two all-to-alls (10 to 20 us each) and three
+kernels, and of each node beyond two, which is another message."""
 MOST_SLICES = 16
 SLICES_UNDER_WAY = 2
 """Slices of a row that use messages of one level at the same time. A slice fills its messages while its
@@ -55,8 +56,8 @@ def pipelined(slices: Sequence[Steps]) -> Steps:
 def pipeline_chunks(numel: int, *, config: GradientConfig, grid: Grid) -> int:
     """Return the number of slices of a row, the same on every rank; 1 if there is only one level.
 
-    With c slices, 1 / c of the shorter level's time T is not hidden, and the slices cost c * SLICE_SECONDS.
-    The sum is smallest for c = sqrt(T / SLICE_SECONDS), rounded down.
+    With c slices, 1 / c of the shorter level's time T is not hidden, and slices cost t each, which grows with
+    the number of nodes. The sum is smallest for c = sqrt(T / t), rounded down.
     """
     if config.pipeline_chunks is not None:
         return config.pipeline_chunks
@@ -67,7 +68,8 @@ def pipeline_chunks(numel: int, *, config: GradientConfig, grid: Grid) -> int:
     inter = bytes_per_value(format_of(config.inter_bits), group_size=config.inter_group_size)
     intra, inter = numel * nodes * intra * (ranks_per_node - 1), numel * inter * (nodes - 1)
     shorter = min(intra / INTRA_RATE, inter / INTER_RATE)
-    return min(MOST_SLICES, max(1, int(math.sqrt(shorter / SLICE_SECONDS))))
+    cost = SLICE_SECONDS + PEER_SECONDS * (nodes - 2)
+    return min(MOST_SLICES, max(1, int(math.sqrt(shorter / cost))))
 
 
 def slice_places(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Literal
 
-from sdp4bit_lab.plan.step import Cluster
+from sdp4bit_lab.plan.costs import Cluster
 
 ClusterName = Literal["a100", "h800"]
 
@@ -27,6 +27,7 @@ _DEVICE_TFLOPS: dict[ClusterName, dict[str, float]] = {
 """Fitted rate of a device without communication, by model."""
 _NVLINK: dict[ClusterName, float] = {"a100": 200e9, "h800": 130e9}
 """Assumed bytes per second and direction of a device inside its node: two thirds of the nominal rate."""
+_MEMORY: dict[ClusterName, float] = {"a100": 40e9, "h800": 80e9}
 _QUANTIZATION_BANDWIDTH = 688e9
 """Table 5, large messages on an A100; its unit is not printed and assumed to be GB/s."""
 
@@ -44,4 +45,5 @@ def paper_cluster(name: ClusterName, *, model: str) -> Cluster:
         intra_bandwidth=_NVLINK[name],
         device_flops=1e12 * rates.get(model, median(rates.values())),
         quantization_bandwidth=_QUANTIZATION_BANDWIDTH,
+        device_memory=_MEMORY[name],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -12,15 +13,18 @@ from rich.console import Console
 
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import aligned, wrapped
-from sdp4bit_lab.plan.config import MEMORY_SHARE, PlanConfig
-from sdp4bit_lab.plan.memory import identifier
-from sdp4bit_lab.plan.step import Cluster, Plan, Range
+from sdp4bit_lab.plan.config import PlanConfig
+from sdp4bit_lab.plan.costs import Cluster, StepCost
+from sdp4bit_lab.plan.devices import MEMORY_SHARE
+from sdp4bit_lab.plan.layout import Range
+from sdp4bit_lab.plan.memory import identifier, parts
+from sdp4bit_lab.plan.step import Plan
 
 NOTABLE_PADDING = 1.05
 SLOW_LINK = 0.125e9
 """Bytes per second and node, 1 Gbit/s."""
 _OVERLAPS = {
-    "fsdp2": "in FSDP2's default schedule",
+    "fsdp2": "behind computation, as FSDP2 does",
     "megatron": "with --overlap-grad-reduce and --overlap-param-gather",
 }
 
@@ -38,30 +42,29 @@ def run_plan(config: PlanConfig) -> int:
 
 def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON; units: bytes, seconds, bytes per second."""
-    costs = {}
-    for name in ("baseline", "bf16_baseline", "quantized"):
-        cost = getattr(plan, name)
-        costs[name] = {
-            **asdict(cost),
-            "hidden_seconds": cost.hidden_seconds[0],
-            "memory": {identifier(use): size for use, size in cost.memory.items()},
-            "step_seconds": cost.step_seconds[0],
-            "hidden_seconds_at_most": cost.hidden_seconds[1],
-            "step_seconds_at_least": cost.step_seconds[1],
-        }
+    hybrid = plan.hybrid and {
+        "shards": asdict(plan.hybrid.shards),
+        "replicas": plan.hybrid.replicas,
+        "plain": _cost_json(plan.hybrid.plain),
+        "quantized": _cost_json(plan.hybrid.quantized),
+        "speedup": plan.speedups(plan.hybrid.plain),
+    }
     over_fp32, over_bf16 = plan.speedups(plan.baseline), plan.speedups(plan.bf16_baseline)
     return {
         "model": config.model_name,
         "parameters": config.parameters,
         "parameters_per_rank_group": plan.parameters,
         # Unused bandwidths are infinite, which JSON lacks.
-        "cluster": {name: None if value == math.inf else value for name, value in vars(cluster).items()},
+        "cluster": {name: None if value == math.inf else value for name, value in asdict(cluster).items()},
         "layout": asdict(config.resolved_layout),
         "data_parallel": asdict(plan.grid),
         "replicas": asdict(plan.replicas),
         "overlap": config.layout.overlaps,
         "strategy": config.strategy_name,
-        **costs,
+        "baseline": _cost_json(plan.baseline),
+        "bf16_baseline": _cost_json(plan.bf16_baseline),
+        "quantized": _cost_json(plan.quantized),
+        "hsdp": hybrid,
         "speedup": over_fp32[0],
         "speedup_over_bf16": over_bf16[0],
         "speedup_hidden": over_fp32[1],
@@ -69,7 +72,22 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any
         "frozen_bytes_per_node": plan.frozen_bytes_per_node,
         "padding": plan.padding,
         "most_padded_group": plan.most_padded,
+        "remedies": [asdict(remedy) for remedy in plan.remedies],
         "recommendation": plan.recommendation,
+    }
+
+
+def _cost_json(cost: StepCost) -> dict[str, Any]:
+    return {
+        **asdict(cost),
+        "communication_seconds": cost.communication_seconds,
+        "hidden_seconds": cost.hidden_seconds[0],
+        "kernel_seconds": {identifier(name): seconds for name, seconds in cost.kernel_seconds.items()},
+        "quantization_seconds": cost.quantization_seconds,
+        "memory": {identifier(use): size for use, size in cost.memory.items()},
+        "step_seconds": cost.step_seconds[0],
+        "hidden_seconds_at_most": cost.hidden_seconds[1],
+        "step_seconds_at_least": cost.step_seconds[1],
     }
 
 
@@ -78,17 +96,14 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
     layout = config.resolved_layout
     least, most = layout.overlaps
     shared = layout.tensor_parallel > 1 and cluster.inter_bandwidth_shared
-    overlap = (
-        "times: longest without overlap, as in the paper's runs, shortest with all communication that fits "
-        f"behind computation {_OVERLAPS[layout.engine]}"
-    )
+    hidden = f"all communication that fits is hidden {_OVERLAPS[layout.engine]}"
+    overlap = f"times: shortest if {hidden}, longest if none is"
     if least == most:
         overlap = f"times: {100 * least:.0f} % of the communication overlaps, as far as it fits"
-    placement, reductions = f"{plan.grid.nodes} nodes x {plan.grid.ranks_per_node}", "reduce-scatter"
+    placement = f"{plan.grid.nodes} nodes x {plan.grid.ranks_per_node}"
     if plan.replicas.size > 1:
         shards, replicas = (f"{each.nodes} x {each.ranks_per_node}" for each in (plan.grid, plan.replicas))
         placement = f"nodes x ranks: shards {shards}, replicas {replicas}"
-        reductions = "reduce-scatter and all-reduce"
     lines = [
         f"{config.model_name}: {config.parameters / 1e9:.3f} billion parameters, "
         f"{plan.parameters / 1e9:.3f} in a data-parallel group",
@@ -99,12 +114,10 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
         f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x "
         f"data {plan.grid.size * plan.replicas.size} ({placement}), micro batch "
         f"{layout.micro_batch_size}, accumulation {layout.accumulation}, {layout.engine}",
-        f"baselines: fp32 or bf16 {reductions} of gradients, bf16 all-gather of weights, as rings",
         overlap,
         "",
         *_table(plan, strategy=config.strategy_name),
         "",
-        f"rows with padding: {plan.padding:.3f} x the parameters",
         *_notes(config, cluster, plan),
         "",
         f"recommendation: {plan.recommendation}",
@@ -129,48 +142,94 @@ def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
             f"padding: FSDP2 splits dimension 0 into {plan.grid.size} equal parts and pads the last ones "
             f"({plan.most_padded}); --least-padding, tensor parallelism or a flat buffer reduces it"
         )
+    if plan.hybrid is not None:
+        notes.append(
+            f"HSDP: {plan.hybrid.replicas} replicas of {plan.hybrid.shards.size} ranks; "
+            f"{config.strategy_name} with --replicas {plan.hybrid.replicas} takes "
+            f"{_milliseconds(plan.hybrid.quantized.step_seconds)} ms per step"
+        )
     if cluster.quantization_bandwidth is None:
         notes.append(
             "quantization time is unknown and omitted: measure it with `sdp4bit probe`, or give --device"
         )
-    elif config.cluster.device is not None and config.cluster.quantization_bandwidth is None:
-        notes.append(
-            f"assumed, not measured: quantization at {format_bytes(cluster.quantization_bandwidth)}/s, "
-            f"{100 * MEMORY_SHARE:.0f} % of the data-sheet memory bandwidth of {config.cluster.device}"
+    assumed = [f"{1e6 * cluster.latency.peer:.0f} us per peer of an all-to-all"]
+    if config.cluster.device is not None and config.cluster.quantization_bandwidth is None:
+        assumed.insert(
+            0,
+            f"quantization at {format_bytes(cluster.quantization_bandwidth or 0)}/s, "
+            f"{100 * MEMORY_SHARE:.0f} % of the data-sheet memory bandwidth of {config.cluster.device}, or "
+            "the rate of its arithmetic",
         )
-    return notes
+    if plan.quantized.agreement_seconds:
+        assumed.append(f"{1e6 * cluster.latency.gloo_hop:.0f} us per hop of the agreement")
+    if plan.baseline.host_seconds:
+        assumed.append(
+            f"host {1e3 * cluster.host_seconds:.3g} ms per parameter group, and "
+            f"{1e3 * cluster.added_host_seconds:.3g} ms more with {config.strategy_name}"
+        )
+    notes.append(f"assumed, not measured: {'; '.join(assumed)}")
+    return notes + _memory_notes(plan)
+
+
+def _memory_notes(plan: Plan) -> list[str]:
+    if plan.device_memory is None or plan.fits:
+        return []
+    replica = parts(plan.quantized.memory)["replica"]
+    lines = [
+        f"memory: {format_bytes(plan.quantized.total_memory)} do not fit a device of "
+        f"{format_bytes(plan.device_memory)}"
+    ]
+    if replica:
+        lines[0] += (
+            f"; the replica takes {format_bytes(replica)} with {plan.grid.ranks_per_node} ranks per node, "
+            "at any number of nodes"
+        )
+    lines += [f"  fits: {remedy.advice}: {format_bytes(remedy.memory)}" for remedy in plan.remedies]
+    if not plan.remedies:
+        lines.append("  use more devices, tensor or pipeline parallelism")
+    return lines
 
 
 def _milliseconds(seconds: Range | float) -> str:
-    """Format one number, or a range if its ends look different; no decimals from 1,000 on."""
+    """Format one number, or a range if its ends look different; in seconds from 100 seconds on."""
     values = sorted(1000 * each for each in (seconds if isinstance(seconds, tuple) else (seconds,)))
+    if values[-1] >= 1e5:
+        return "-".join(dict.fromkeys(f"{value / 1000:.0f}" for value in values)) + " s"
     digits = 0 if values[-1] >= 1000 else 1
-    return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in values))
+    return "-".join(dict.fromkeys(f"{value:.{digits}f}" for value in values))
 
 
 def _table(plan: Plan, *, strategy: str) -> list[str]:
-    costs = (plan.baseline, plan.bf16_baseline, plan.quantized)
+    hybrid = [plan.hybrid.plain] if plan.hybrid is not None else []
+    costs = (plan.baseline, plan.bf16_baseline, *hybrid, plan.quantized)
     ranks_per_node = plan.grid.ranks_per_node * plan.replicas.ranks_per_node
+
+    def row(name: str, value: Callable[[StepCost], str]) -> tuple[str, ...]:
+        return name, *(value(cost) for cost in costs)
+
     rows = [
-        ("per step", "fp32 gradients", "bf16 gradients", strategy),
-        ("inter-node, per node", *(format_bytes(cost.inter_bytes_per_node) for cost in costs)),
-        (
-            "  bytes per parameter",
-            *(f"{cost.inter_bytes * ranks_per_node / plan.parameters:.3g}" for cost in costs),
+        ("per step; gradients:", "fp32", "bf16", *["HSDP, bf16"] * len(hybrid), strategy),
+        row("inter-node, per node", lambda cost: format_bytes(cost.inter_bytes_per_node)),
+        row(
+            "  bytes per parameter", lambda cost: f"{cost.inter_bytes * ranks_per_node / plan.parameters:.3g}"
         ),
-        ("inter-node, per rank", *(format_bytes(cost.inter_bytes) for cost in costs)),
-        ("intra-node, per rank", *(format_bytes(cost.intra_bytes) for cost in costs)),
-        ("collectives", *(f"{cost.collectives}" for cost in costs)),
-        ("computation, ms", *(_milliseconds(cost.compute_seconds) for cost in costs)),
-        ("communication, ms", *(_milliseconds(cost.communication_seconds) for cost in costs)),
-        ("  of which hidden", *(_milliseconds(cost.hidden_seconds) for cost in costs)),
-        ("quantization, ms", *(_milliseconds(cost.quantization_seconds) for cost in costs)),
-        ("step, ms", *(_milliseconds(cost.step_seconds) for cost in costs)),
-        ("memory, no activations", *(format_bytes(sum(cost.memory.values())) for cost in costs)),
+        row("intra-node, per rank", lambda cost: format_bytes(cost.intra_bytes)),
+        row("collectives", lambda cost: f"{cost.collectives}"),
+        row("computation, ms", lambda cost: _milliseconds(cost.compute_seconds)),
+        row("communication, ms", lambda cost: _milliseconds(cost.communication_seconds)),
+        row("  ring steps", lambda cost: _milliseconds(cost.ring_seconds)),
+        row("  messages to peers", lambda cost: _milliseconds(cost.all_to_all_seconds)),
+        row("  hidden", lambda cost: _milliseconds(cost.hidden_seconds)),
+        row("quantization, ms", lambda cost: _milliseconds(cost.quantization_seconds)),
+        row("agreement, ms", lambda cost: _milliseconds(cost.agreement_seconds)),
+        row("host launches, ms", lambda cost: _milliseconds(cost.host_seconds)),
+        row("step, ms", lambda cost: _milliseconds(cost.step_seconds)),
+        row("memory, no activations", lambda cost: format_bytes(cost.total_memory)),
     ]
-    for use in dict.fromkeys(use for cost in costs for use in cost.memory):
-        sizes = (format_bytes(cost.memory[use]) if use in cost.memory else "-" for cost in costs)
-        rows.append((f"  {use}", *sizes))
+    sizes = [parts(cost.memory) for cost in costs]
+    for part in sizes[0]:
+        if any(size[part] for size in sizes):
+            rows.append((f"  {part}", *(format_bytes(size[part]) if size[part] else "-" for size in sizes)))
     return aligned(rows)
 
 

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import SettingError, require, require_at_least, require_positive
 from sdp4bit_lab.common.strategies import Strategy
 from sdp4bit_lab.plan.clusters import ClusterName, paper_cluster
+from sdp4bit_lab.plan.costs import Cluster
+from sdp4bit_lab.plan.devices import DEVICES, MEMORY_SHARE, NVLINK_SHARE, DeviceName
+from sdp4bit_lab.plan.latency import Latency
+from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups, with_adapters
-from sdp4bit_lab.plan.step import Cluster, ParallelLayout, Plan, plan_step
+from sdp4bit_lab.plan.step import Plan, plan_step
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 
 PROBE_FORMAT = "sdp4bit-probe-1"
-_PROBED = (
-    *("name", "nodes", "devices_per_node", "inter_bandwidth", "intra_bandwidth"),
-    *("latency", "quantization_bandwidth"),
-)
-
-DeviceName = Literal["a100", "h100", "h200", "b200"]
-MEMORY_BANDWIDTH: dict[DeviceName, float] = {"a100": 2.04e12, "h100": 3.35e12, "h200": 4.8e12, "b200": 8e12}
-"""Bytes per second, from the data sheets of the SXM modules (A100: 80 GB)."""
-MEMORY_SHARE = 0.92
-"""Assumed fraction of it for quantization, which is memory-bound; copies reach this fraction."""
-NVLINK_BANDWIDTH: dict[DeviceName, float] = {"a100": 300e9, "h100": 450e9, "h200": 450e9, "b200": 900e9}
-"""Bytes per second and direction to other GPUs of the node, from the same data sheets."""
-NVLINK_SHARE = 2 / 3
-"""Assumed fraction of it for all-to-alls."""
+_LINKS = ("nodes", "devices_per_node", "inter_bandwidth", "intra_bandwidth")
+_PROBED = ("name", *_LINKS, "latency", "quantization_bandwidth")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +37,9 @@ class ClusterConfig:
     probe: Path | None = None
     """Measurements from `sdp4bit probe`, instead of --cluster."""
     device: DeviceName | None = None
-    """GPU model, with data-sheet speeds: quantization at 92 % of the memory bandwidth, NVLink at two thirds
-    of its rate. With --cluster or --probe, it sets the speed of quantization only."""
+    """GPU model, with data-sheet speeds: quantization at 90 % of the memory bandwidth or the limit of its
+    arithmetic, NVLink at two thirds of its rate. With --cluster or --probe, it sets the speed of quantization
+    and the memory only."""
     nodes: int | None = None
     """Number of nodes. Default: the cluster's."""
     devices_per_node: int | None = None
@@ -56,12 +49,21 @@ class ClusterConfig:
     intra_bandwidth: float | None = None
     """GB/s from one GPU to the others of its node, per direction. Default: the cluster's."""
     latency_us: float | None = None
-    """Latency of a collective in microseconds. Default: the cluster's, or 0."""
+    """Latency of a message between two nodes in microseconds, from which those of all collectives follow.
+    Default: the probe's, or 8.5 (NCCL's table)."""
     device_tflops: float | None = None
     """TFLOP/s that a GPU sustains on the model without communication, as measured by `sdp4bit pretrain
     --log-throughput` on one node. Default: the cluster's."""
     quantization_bandwidth: float | None = None
     """Memory traffic of the quantization kernels in GB/s. Default: the cluster's or --device's."""
+    device_memory: float | None = None
+    """Memory of a GPU in GB. Default: the cluster's or --device's, or unknown."""
+    host_ms: float | None = None
+    """Milliseconds of the host per parameter group of plain FSDP2, forward and backward. Default: 3, assumed
+    for an eager model."""
+    added_host_ms: float | None = None
+    """Milliseconds of the host that sdp4bit adds per parameter group and step. Default: 0.65, estimated from
+    calls on a simulated device."""
 
     def __post_init__(self) -> None:
         require(
@@ -69,9 +71,11 @@ class ClusterConfig:
             f"--cluster {self.cluster} and --probe {self.probe} both name a cluster: give only one",
         )
         require_at_least(1, self, "nodes", "devices_per_node")
-        require_at_least(0, self, "latency_us")
+        require_at_least(0, self, "latency_us", "host_ms", "added_host_ms")
         require_positive(
-            self, "inter_bandwidth", "intra_bandwidth", "device_tflops", "quantization_bandwidth"
+            self,
+            *("inter_bandwidth", "intra_bandwidth", "device_tflops"),
+            *("quantization_bandwidth", "device_memory"),
         )
 
     def resolve(self, *, model: str) -> Cluster:
@@ -82,22 +86,31 @@ class ClusterConfig:
             "inter_bandwidth": (self.inter_bandwidth, 1e9),
             "intra_bandwidth": (self.intra_bandwidth, 1e9),
             "device_flops": (self.device_tflops, 1e12),
-            "latency": (self.latency_us, 1e-6),
             "quantization_bandwidth": (self.quantization_bandwidth, 1e9),
+            "device_memory": (self.device_memory, 1e9),
+            "host_seconds": (self.host_ms, 1e-3),
+            "added_host_seconds": (self.added_host_ms, 1e-3),
         }
+        given: dict[str, Any]
         given = {name: value * scale for name, (value, scale) in scaled.items() if value is not None}
+        if self.latency_us is not None:
+            given["latency"] = Latency(message=self.latency_us * 1e-6)
         values: dict[str, Any]
         if self.probe is not None:
             values = _read_probe(self.probe)
         elif self.device is None or self.cluster is not None:
-            values = asdict(paper_cluster(self.cluster or "a100", model=model))
-            if given.keys() - {"latency", "quantization_bandwidth"}:
+            values = {**vars(paper_cluster(self.cluster or "a100", model=model))}
+            if given.keys() & {*_LINKS, "device_flops"}:
                 values["name"] = f"your cluster, completed with values of the paper's {values['name']}"
         else:
-            values = {"name": self.device, "intra_bandwidth": NVLINK_SHARE * NVLINK_BANDWIDTH[self.device]}
+            rate = NVLINK_SHARE * DEVICES[self.device].nvlink_bandwidth
+            values = {"name": self.device, "intra_bandwidth": rate}
         if self.device is not None:
             # A speed measured on other devices does not apply.
-            values["quantization_bandwidth"] = MEMORY_SHARE * MEMORY_BANDWIDTH[self.device]
+            device = DEVICES[self.device]
+            values["quantization_bandwidth"] = MEMORY_SHARE * device.memory_bandwidth
+            values["kernels"] = device.kernels if self.quantization_bandwidth is None else None
+            values["device_memory"] = device.memory
         if self.inter_bandwidth is not None:
             values["inter_bandwidth_shared"] = None
         values |= given
@@ -133,7 +146,7 @@ def _read_probe(path: Path) -> dict[str, Any]:
         )
     missing = [name for name in _PROBED if name not in measured]
     require(not missing, f"--probe {path} lacks {', '.join(missing)}")
-    return {name: measured[name] for name in _PROBED}
+    return {**{name: measured[name] for name in _PROBED}, "latency": Latency(message=measured["latency"])}
 
 
 @dataclass(frozen=True, kw_only=True)

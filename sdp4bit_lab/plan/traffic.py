@@ -17,12 +17,14 @@ from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.quantization.formats import BLOCK, Bits
 from sdp4bit.quantization.layout import JointLayout
 from sdp4bit.traffic import ALONE, Grid, Level
+from sdp4bit_lab.plan.devices import Work
+from sdp4bit_lab.plan.latency import Call, Kind
 from sdp4bit_lab.plan.model import ShardedGroup
 
 GATHERED_BYTES = 2
 """Weights are gathered in bf16."""
 REDUCED_BYTES = 4
-"""Gradients are reduced in fp32."""
+"""Gradients are summed in fp32, and by default also reduced in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +35,35 @@ class Exchange:
     inter_bytes: float = 0.0
     padding_bytes: float = 0.0
     """Part of both byte counts that pads rows to 32 values and messages to 16 bytes."""
-    collectives: int = 0
+    calls: tuple[Call, ...] = ()
     chunks: int | None = None
     """Chunks whose two hops overlap; None for a ring, which keeps both levels busy at once."""
-    moved_bytes: float = 0.0
-    """Device memory traffic of the quantization kernels."""
+    work: tuple[Work, ...] = ()
+    """Quantization kernels."""
     buffer_bytes: int = 0
     """Message buffers in use at the same time."""
 
+    @property
+    def collectives(self) -> int:
+        return sum(call.times for call in self.calls)
 
-def ring(row_bytes: float, *, grid: Grid, times: int = 1) -> Exchange:
-    """Return `times` rings over all ranks that gather or reduce rows of `row_bytes`."""
-    sent, g = times * row_bytes * (grid.size - 1), grid.ranks_per_node
+    @property
+    def moved_bytes(self) -> float:
+        """Device memory traffic of the quantization kernels."""
+        return sum(work.moved_bytes for work in self.work)
+
+
+def ring(row_bytes: float, *, grid: Grid, kind: Kind = "gather", times: int = 1) -> Exchange:
+    """Return `times` collectives over all ranks that gather or reduce rows of `row_bytes`.
+
+    An all-reduce sends each row twice.
+    """
+    rows = 2 * row_bytes if kind == "all-reduce" else row_bytes
+    sent, g = times * rows * (grid.size - 1), grid.ranks_per_node
+    calls = (Call(kind=kind, grid=grid, times=times),)
     if grid.nodes == 1:
-        return Exchange(intra_bytes=float(sent), collectives=times)
-    return Exchange(intra_bytes=sent * (g - 1) / g, inter_bytes=sent / g, collectives=times)
+        return Exchange(intra_bytes=float(sent), calls=calls)
+    return Exchange(intra_bytes=sent * (g - 1) / g, inter_bytes=sent / g, calls=calls)
 
 
 def _message(
@@ -58,8 +74,9 @@ def _message(
     return JointLayout(tuple(layouts))
 
 
-def _send(messages: Sequence[tuple[Level, JointLayout, int]]) -> Exchange:
+def _send(messages: Sequence[tuple[Level, JointLayout, int]], *, kind: Kind, grid: Grid) -> Exchange:
     """Return the exchange of messages: level, layout and number of copies of each collective."""
+    over = {"intra": replace(grid, nodes=1), "inter": replace(grid, ranks_per_node=1)}
 
     def nbytes(level: Level) -> float:
         return float(sum(layout.nbytes * copies for hop, layout, copies in messages if hop == level))
@@ -68,7 +85,7 @@ def _send(messages: Sequence[tuple[Level, JointLayout, int]]) -> Exchange:
         intra_bytes=nbytes("intra"),
         inter_bytes=nbytes("inter"),
         padding_bytes=sum(layout.padding_bytes * copies for _, layout, copies in messages),
-        collectives=sum(copies > 0 for *_, copies in messages),
+        calls=tuple(Call(kind=kind, grid=over[hop]) for hop, _, copies in messages if copies > 0),
     )
 
 
@@ -84,32 +101,51 @@ def gradient_exchange(
 
     Args:
         config: None for full precision, which also applies to rows below its min_numel.
-        dense_bytes: bytes per value of a full-precision reduction.
+        dense_bytes: bytes per value of the rows.
         sections: sections of the row; () for one.
     """
     if grid.size == 1 or not (row_numel or sections):
         return Exchange()
     if config is None or row_numel < config.min_numel:
-        return ring(row_numel * dense_bytes, grid=grid)
+        return ring(row_numel * dense_bytes, grid=grid, kind="reduce")
     g, n = grid.ranks_per_node, grid.nodes
     parts = sections or whole_row(row_numel)
     lengths = [part.numel for part in parts]
     messages: list[tuple[Level, JointLayout, int]] = []
-    buffers = []
+    buffers, sent = [], {"intra": 0, "inter": 0}
     for chosen in slice_places(lengths, config=config, grid=grid):
         pieces = [(parts[index], place.stop - place.start) for index, place in chosen]
         intra = _message(pieces, bits=config.intra_bits, group_size=config.intra_group_size, rows=n)
         inter = _message(pieces, bits=config.inter_bits, group_size=config.inter_group_size)
         messages += [("intra", intra, g - 1), ("inter", inter, n - 1)]
-        buffers.append(2 * (g * intra.nbytes * (g > 1) + n * inter.nbytes * (n > 1)))
+        nbytes = {"intra": g * intra.nbytes * (g > 1), "inter": n * inter.nbytes * (n > 1)}
+        buffers.append(2 * sum(nbytes.values()))
+        sent = {level: sent[level] + nbytes[level] for level in sent}
     # Chunks alternate between the buffers, which have the size of the largest chunk's messages.
     turns = [buffers[turn::SLICES_UNDER_WAY] for turn in range(SLICES_UNDER_WAY)]
+    # Each hop has a kernel in front that writes its messages, and the next kernel reads them.
+    rows, values = dense_bytes * grid.size * sum(lengths), sum(lengths)
+    first: Level = "intra" if g > 1 else "inter"
+    last: Level = "inter" if n > 1 else "intra"
+    bits = getattr(config, f"{first}_bits")
+    work = [_quantize(rows + sent[first], bits=bits, values=values * grid.size)]
+    if first != last:
+        moved = float(sum(sent.values()))
+        work.append(Work(operator="reduce and requantize", moved_bytes=moved, values=n * values, messages=g))
+    moved = float(REDUCED_BYTES * values + sent[last])
+    work.append(Work(operator="reduce", moved_bytes=moved, values=values, messages=n if n > 1 else g))
     return replace(
-        _send(messages),
+        _send(messages, kind="all-to-all", grid=grid),
         chunks=max(1, len(buffers)),
-        # Rows are read and the sum is written; messages are written and read.
-        moved_bytes=float(REDUCED_BYTES * (grid.size + 1) * sum(lengths) + sum(buffers)),
+        work=tuple(work),
         buffer_bytes=sum(max(turn) for turn in turns if turn),
+    )
+
+
+def _quantize(moved: float, *, bits: Bits, values: int) -> Work:
+    fits_4 = bits is not None and bits != 8
+    return Work(
+        operator="quantize to 4 bits" if fits_4 else "quantize to 8 bits", moved_bytes=moved, values=values
     )
 
 
@@ -123,33 +159,40 @@ def all_reduce_exchange(
 ) -> Exchange:
     """Return one all-reduce of `numel` values over replicas; arguments as for `gradient_exchange`.
 
-    Uses full precision if a rank's part is below min_numel; that ring counts twice.
+    Uses full precision if a rank's part is below min_numel.
     """
     g, n = grid.ranks_per_node, grid.nodes
     if grid.size == 1 or numel == 0:
         return Exchange()
     if config is None or not is_long_enough(numel, ranks=grid.size, config=config):
-        return ring(2 * numel * dense_bytes / grid.size, grid=grid)
+        return ring(numel * dense_bytes / grid.size, grid=grid, kind="all-reduce")
     count = piece_count(grid)
     pieces = []
     for section in sections or whole_row(numel):
         _, length = piece_places(section.numel, pieces=count, unit=section.unit)
         pieces.append(replace(section, ranges=((0, length),)))
     over = grid if count == grid.size else replace(grid, nodes=1)
-    reduced = gradient_exchange(0, grid=over, config=replace(config, min_numel=0), sections=pieces)
+    reduced = gradient_exchange(
+        0, grid=over, config=replace(config, min_numel=0), dense_bytes=dense_bytes, sections=pieces
+    )
     # The summed pieces are gathered between nodes, then inside each node.
     hop: Level = "inter" if n > 1 else "intra"
     bits, group_size = getattr(config, f"{hop}_bits"), getattr(config, f"{hop}_group_size")
     layout = _message([(piece, piece.numel) for piece in pieces], bits=bits, group_size=group_size)
-    gathered = _send([("inter", layout, n - 1), ("intra", layout, n * (g - 1))])
-    dense = REDUCED_BYTES * sum(piece.numel for piece in pieces)
+    gathered = _send([("inter", layout, n - 1), ("intra", layout, n * (g - 1))], kind="gather", grid=grid)
+    values = sum(piece.numel for piece in pieces)
+    restored = float(grid.size * layout.nbytes + REDUCED_BYTES * count * values)
     return Exchange(
         intra_bytes=reduced.intra_bytes + gathered.intra_bytes,
         inter_bytes=reduced.inter_bytes + gathered.inter_bytes,
         padding_bytes=reduced.padding_bytes + gathered.padding_bytes,
-        collectives=reduced.collectives + gathered.collectives,
+        calls=reduced.calls + gathered.calls,
         chunks=reduced.chunks,
-        moved_bytes=reduced.moved_bytes + (1 + grid.size) * layout.nbytes + (1 + count) * dense,
+        work=(
+            *reduced.work,
+            _quantize(layout.nbytes + REDUCED_BYTES * values, bits=bits, values=values),
+            Work(operator="reduce", moved_bytes=restored, values=count * values, messages=1),
+        ),
         buffer_bytes=reduced.buffer_bytes + layout.nbytes * (1 + n * (n > 1) + grid.size * (g > 1)),
     )
 
@@ -167,17 +210,22 @@ def weight_refresh(
         return Exchange(
             intra_bytes=float(GATHERED_BYTES * row_numel * intra_copies),
             inter_bytes=float(GATHERED_BYTES * row_numel * (n - 1)),
-            collectives=(n > 1) + gathers_all,
+            calls=tuple(
+                Call(kind="gather", grid=over)
+                for over in (replace(grid, ranks_per_node=1), replace(grid, nodes=1))[: 1 + gathers_all]
+                if over.size > 1
+            ),
             chunks=1,
         )
     parts = [(part, part.numel) for part in sections or whole_row(row_numel)]
     layout = _message(parts, bits=config.bits, group_size=config.group_size)
     rows = grid.size if gathers_all else n
+    # Two bf16 rows are read for the difference; each row of the replica is read and written.
+    moved = float((1 + rows) * (2 * GATHERED_BYTES * row_numel + layout.nbytes))
     return replace(
-        _send([("inter", layout, n - 1), ("intra", layout, intra_copies)]),
+        _send([("inter", layout, n - 1), ("intra", layout, intra_copies)], kind="gather", grid=grid),
         chunks=1,
-        # Two bf16 rows are read for the difference; each row of the replica is read and written.
-        moved_bytes=float((1 + rows) * (2 * GATHERED_BYTES * row_numel + layout.nbytes)),
+        work=(Work(operator="weights", moved_bytes=moved, values=(1 + rows) * row_numel),),
         buffer_bytes=layout.nbytes * (1 + n + (grid.size if gathers_all else 0)),
     )
 
@@ -191,7 +239,8 @@ def weight_gather(row_numel: int, *, grid: Grid, config: WeightConfig | None, ti
     if is_full(config, grid=grid):
         return Exchange()
     sent = GATHERED_BYTES * row_numel * grid.nodes * (grid.ranks_per_node - 1)
-    return Exchange(intra_bytes=float(sent * times), collectives=times, chunks=1)
+    calls = (Call(kind="gather", grid=replace(grid, nodes=1), times=times),)
+    return Exchange(intra_bytes=float(sent * times), calls=calls, chunks=1)
 
 
 def is_full(config: WeightConfig, *, grid: Grid) -> bool:
@@ -214,6 +263,8 @@ class GroupTraffic:
     """All-reduce of gradients over the replicas of HSDP."""
     refresh: Exchange
     gathers: Exchange
+    gathers_in_backward: bool
+    """Whether half of the gathers are in backward."""
 
     @property
     def exchanges(self) -> tuple[Exchange, Exchange, Exchange, Exchange]:
@@ -237,7 +288,7 @@ def group_traffic(
         grid: ranks that shard the group.
         replicas: ranks with the same shard, which sum its gradients (HSDP).
         accumulation: micro batches per step; FSDP2 gathers the weights again for each.
-        dense_bytes: bytes per gradient of a full-precision reduction.
+        dense_bytes: bytes per gradient in the rows that are reduced.
         least_padding: shard parameters along the dimension with the least padding, see `least_padded_dim`.
     """
     row, trained = (
@@ -264,7 +315,8 @@ def group_traffic(
         sections(group_unit(gradients or GradientConfig(), grid=each)) for each in (grid, replicas)
     )
     refreshed = sections(BLOCK if weights is None else weights.group_size, is_refresh=True)
-    gathers = 1 if group.is_flat else accumulation * (2 if group.freed_after_forward else 1)
+    is_freed = group.freed_after_forward and not group.is_flat
+    gathers = 1 if group.is_flat else accumulation * (2 if is_freed else 1)
     return GroupTraffic(
         group=group,
         row_numel=row,
@@ -278,4 +330,5 @@ def group_traffic(
         ),
         refresh=weight_refresh(trained, grid=grid, config=weights, sections=refreshed),
         gathers=weight_gather(row, grid=grid, config=weights, times=gathers),
+        gathers_in_backward=is_freed,
     )

@@ -6,9 +6,12 @@ from typing import Any
 
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit_lab.plan.config import ProbeConfig
+from sdp4bit_lab.plan.costs import Cluster
+from sdp4bit_lab.plan.latency import Latency
+from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import PlanModelConfig, gpt_groups
 from sdp4bit_lab.plan.probe import measure
-from sdp4bit_lab.plan.step import Cluster, ParallelLayout, plan_step
+from sdp4bit_lab.plan.step import plan_step
 from sdp4bit_lab.pretrain.model.cards import CardName
 from sdp4bit_lab.selftest.check import CheckSkippedError, Context
 
@@ -40,7 +43,7 @@ def check_recommendation(context: Context) -> dict[str, Any]:
         inter_bandwidth=probed["inter_bandwidth"],
         # Not used with one device per node.
         intra_bandwidth=probed["intra_bandwidth"] or probed["inter_bandwidth"],
-        latency=probed["latency"],
+        latency=Latency(message=probed["latency"]),
         quantization_bandwidth=probed["quantization_bandwidth"],
         device_flops=1.0,
     )

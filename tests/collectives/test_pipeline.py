@@ -20,15 +20,19 @@ MILLION = 1_000_000
     [
         # 4 x 8: 7 x 4 x 1.0156 B per value at 300 GB/s are 95 ps, 3 x 0.5156 B at 25 GB/s are 62 ps.
         (4, 8, 10_000, 1),
-        (4, 8, 3 * MILLION, 1),  # 186 us: one cut would save 93 and cost 50
+        (4, 8, 3 * MILLION, 1),  # 186 us: one cut would save 93 and cost 54
         (4, 8, 4 * MILLION, 2),  # 247 us: it saves 124
-        (4, 8, 8 * MILLION, 3),  # 495 us, the root of 9.9
-        (4, 8, 206 * MILLION, 15),
-        (4, 8, 210 * MILLION, 16),
+        (4, 8, 8 * MILLION, 3),  # 495 us, the root of 9.2
+        (4, 8, 223 * MILLION, 15),
+        (4, 8, 224 * MILLION, 16),
         (4, 8, 10_000 * MILLION, MOST_SLICES),
         # 16 x 2: inside the node 54 ps, which is now the shorter level.
-        (16, 2, 3 * MILLION, 1),
-        (16, 2, 4 * MILLION, 2),
+        (16, 2, 5 * MILLION, 1),  # 271 us; a slice costs 78
+        (16, 2, 6 * MILLION, 2),
+        # A slice is a message to each node: 302 us with 128 nodes, 2 ms with 1,000.
+        (2, 8, 26 * MILLION, 3),
+        (128, 8, 26 * MILLION // 64, 1),
+        (1000, 8, 26 * MILLION // 500, 1),
         # One level does nothing.
         (1, 8, 10_000 * MILLION, 1),
         (8, 1, 10_000 * MILLION, 1),

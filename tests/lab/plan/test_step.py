@@ -10,12 +10,16 @@ import pytest
 from sdp4bit import GradientConfig, SDP4BitConfig
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.clusters import paper_cluster
+from sdp4bit_lab.plan.costs import Cluster, transfer_seconds
+from sdp4bit_lab.plan.latency import Latency
+from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import PlanModelConfig, flat_buffer, gpt_groups
-from sdp4bit_lab.plan.step import Cluster, ParallelLayout, Plan, exchange_seconds, plan_step
+from sdp4bit_lab.plan.step import Plan, plan_step
 from sdp4bit_lab.plan.traffic import Exchange
 from tests.lab.plan.test_traffic import SHAPE
 
 FLOPS = 1e12
+NO_LATENCY = Latency(message=0.0, nvlink=0.0, call=0.0, peer=0.0, gloo_hop=0.0)
 CLUSTER = Cluster(
     name="test",
     nodes=4,
@@ -23,6 +27,9 @@ CLUSTER = Cluster(
     inter_bandwidth=1e9,
     intra_bandwidth=50e9,
     device_flops=1e14,
+    latency=NO_LATENCY,
+    host_seconds=0.0,
+    added_host_seconds=0.0,
 )
 
 
@@ -57,7 +64,7 @@ def test_a_step_is_computation_and_bytes_over_bandwidth() -> None:
 def test_hops_follow_each_other_and_chunks_hide_the_shorter_one() -> None:
     def seconds(chunks: int | None) -> float:
         exchange = Exchange(chunks=chunks, intra_bytes=2 * 50e9, inter_bytes=6 * 1e9 / 8)
-        return exchange_seconds(exchange, cluster=CLUSTER, layout=ParallelLayout())
+        return transfer_seconds(exchange, cluster=CLUSTER, layout=ParallelLayout())
 
     assert [seconds(chunks) for chunks in (None, 1, 2, 4)] == [6.0, 8.0, 7.0, 6.5]
 
@@ -65,8 +72,13 @@ def test_hops_follow_each_other_and_chunks_hide_the_shorter_one() -> None:
 def test_latency_kernels_and_a_shared_link_have_their_cost() -> None:
     bare = plan().quantized
     assert bare.quantization_seconds == 0
-    slow = plan(latency=0.5).quantized
-    assert slow.communication_seconds == pytest.approx(bare.communication_seconds + 0.5 * bare.collectives)
+    # One slice, to 7 peers in the node and to 3 nodes.
+    slow = plan(latency=replace(NO_LATENCY, peer=0.5)).quantized
+    assert (slow.all_to_all_seconds, slow.ring_seconds) == (0.5 * (7 + 3), 0)
+    assert slow.communication_seconds == pytest.approx(bare.communication_seconds + slow.all_to_all_seconds)
+    # Of 31 steps per ring of the baseline, 28 stay inside nodes.
+    rings = plan(latency=replace(NO_LATENCY, nvlink=0.5)).baseline
+    assert rings.ring_seconds == pytest.approx(2 * 28 * 0.5)
     kernels = plan(quantization_bandwidth=1e9).quantized
     # fp32 gradients read once; int8 and int4 messages written and read; bf16 rows and messages for weights.
     rows = plan().row_numel * 32

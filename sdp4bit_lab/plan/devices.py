@@ -1,0 +1,104 @@
+"""Speeds of GPUs from data sheets, and limits of the quantization kernels from their machine code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DeviceName = Literal["a100", "h100", "h200", "b200"]
+Operator = Literal["quantize to 8 bits", "quantize to 4 bits", "reduce and requantize", "reduce", "weights"]
+"""Fused operators; "weights" are the two that send and add a difference."""
+
+MEMORY_SHARE = 0.9
+"""Assumed fraction of the memory bandwidth that a copy reaches."""
+NVLINK_SHARE = 2 / 3
+"""Assumed fraction of NVLink's rate that all-to-alls reach."""
+HOST_SECONDS = 3e-3
+"""Assumed time of the host per parameter group, forward and backward: the model and plain FSDP2, eager."""
+ADDED_HOST_SECONDS = 0.65e-3
+"""Time of the host that the library adds per parameter group and step. Estimated from the hooks' CPU time on
+a simulated device (1.4 ms on a slow core), scaled to a server, plus 3.5 us per launch and 15 us per NCCL
+call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Memory traffic and arithmetic of one operator."""
+
+    operator: Operator
+    moved_bytes: float
+    """Read and written."""
+    values: float
+    """Values that are quantized, or sums."""
+    messages: int = 0
+    """Messages that each sum adds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLimits:
+    """Arithmetic of the operators: seconds per value, and per value and message.
+
+    Derived from the instructions of the compiled Triton kernels and the rates of a multiprocessor. Operators
+    without an entry are bound by memory on all devices.
+    """
+
+    quantize_8: float
+    quantize_4: float
+    requantize: tuple[float, float]
+    """Per sum, and per message of 8 bits in it (conversions of integers)."""
+    reduce: float
+    """Per message of 4 bits in a sum with dither (integer arithmetic)."""
+
+    def seconds(self, work: Work) -> float:
+        """Return the time of the arithmetic alone."""
+        if work.operator == "quantize to 8 bits":
+            return work.values * self.quantize_8
+        if work.operator == "quantize to 4 bits":
+            return work.values * self.quantize_4
+        if work.operator == "reduce and requantize":
+            once, each = self.requantize
+            return work.values * (once + each * work.messages)
+        return work.values * self.reduce * work.messages if work.operator == "reduce" else 0.0
+
+    def scaled(self, factor: float) -> KernelLimits:
+        once, each = self.requantize
+        return KernelLimits(
+            quantize_8=factor * self.quantize_8,
+            quantize_4=factor * self.quantize_4,
+            requantize=(factor * once, factor * each),
+            reduce=factor * self.reduce,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A GPU in its SXM form."""
+
+    memory: float
+    """Bytes."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    nvlink_bandwidth: float
+    """Bytes per second and direction to other GPUs of the node."""
+    kernels: KernelLimits
+
+
+_HOPPER = KernelLimits(
+    quantize_8=0.79e-12, quantize_4=0.885e-12, requantize=(0.325e-12, 0.299e-12), reduce=0.388e-12
+)
+DEVICES: dict[DeviceName, Device] = {
+    # Multiprocessors and clock scale the arithmetic from an H100: 132 x 1.76 GHz to 108 x 1.41 GHz.
+    "a100": Device(
+        memory=80e9, memory_bandwidth=2.04e12, nvlink_bandwidth=300e9, kernels=_HOPPER.scaled(1.52)
+    ),
+    "h100": Device(memory=80e9, memory_bandwidth=3.35e12, nvlink_bandwidth=450e9, kernels=_HOPPER),
+    "h200": Device(memory=141e9, memory_bandwidth=4.8e12, nvlink_bandwidth=450e9, kernels=_HOPPER),
+    "b200": Device(
+        memory=180e9,
+        memory_bandwidth=8e12,
+        nvlink_bandwidth=900e9,
+        kernels=KernelLimits(
+            quantize_8=0.635e-12, quantize_4=0.72e-12, requantize=(0.279e-12, 0.251e-12), reduce=0.33e-12
+        ),
+    ),
+}
