@@ -229,12 +229,17 @@ def _probe(config: ProbeConfig) -> int:
 def _selftest(config: SelftestConfig) -> int:
     """Check that the library works on these machines, and whether it is faster there. Compares kernels with
     the reference, collectives on the real network with a simulation, and a short training run with plain
-    FSDP2. Needs torchrun or --nproc-per-node; a single process checks the kernels only."""
+    FSDP2. Needs torchrun or --nproc-per-node, or --ranks-as-threads on a single GPU; one rank checks the
+    kernels only."""
     from sdp4bit_lab.common.launch.local import run_on_ranks
 
     if config.device == "cpu":
         # Before torch.cuda is first queried, because visible GPUs would select NCCL.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if config.ranks_as_threads is not None:
+        from sdp4bit_lab.selftest.command import selftest_on_threads
+
+        return selftest_on_threads(config, size=config.ranks_as_threads)
     return run_on_ranks(
         "sdp4bit_lab.selftest.command:selftest", config=config, parallel=config.parallel, leaves_early=False
     )

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from sdp4bit_lab.common.files import write_atomically
+import torch
+
+from sdp4bit_lab.common import failures
+from sdp4bit_lab.common.files import note, write_atomically
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0
 from sdp4bit_lab.common.settings import EXIT_FAILED
 from sdp4bit_lab.selftest.check import Check, Context, Outcome, run_checks
@@ -56,6 +59,29 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
     if failed:
         sys.exit(EXIT_FAILED)
     return result
+
+
+def selftest_on_threads(config: SelftestConfig, *, size: int) -> int:
+    """Run the checks on ranks that are threads of this process; return the exit code."""
+    # Here, because it imports torch's own test helpers.
+    from sdp4bit_lab.selftest.threads import run_on_threads
+
+    try:
+        run_on_threads(
+            lambda ranks: selftest(config, ranks=ranks),
+            size=size,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            timeout=config.parallel.timeout,
+        )
+    except SystemExit as ended:
+        return EXIT_FAILED if ended.code else 0
+    except Exception as error:
+        if (ending := failures.outcome(error)) is None:
+            raise
+        line, code = ending
+        note(f"error: {line}")
+        return code
+    return 0
 
 
 def _result(outcomes: Sequence[Outcome]) -> str:

@@ -49,7 +49,10 @@ def check_facts(context: Context) -> dict[str, Any]:
     warnings = list(warnings_of(ranks))
     # Torch 2.15 has two back ends for the name "nccl".
     world: Any = dist.group.WORLD
-    backend, backend_class = dist.get_backend(), type(world if context.are_threads else world._get_backend(device)).__name__
+    backend, backend_class = (
+        dist.get_backend(),
+        type(world if context.are_threads else world._get_backend(device)).__name__,
+    )
     hosts = len({rank["host"] for rank in ranks})
     context.say(
         f"      {len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}, "
@@ -80,7 +83,8 @@ def warnings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     is_cuda = any(rank["device_uuid"] for rank in ranks)
     used = Counter(rank["device_uuid"] for rank in ranks if rank["device_uuid"])
     if used and max(used.values()) > 1:
-        yield f"{max(used.values())} ranks share a GPU: times mean little, and NCCL fails unless they are threads"
+        count = max(used.values())
+        yield f"{count} ranks share a GPU: times mean little, and NCCL fails unless they are threads"
     if is_cuda and any(rank["environment"].get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" for rank in ranks):
         yield (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 serializes kernels and collectives: unset it for FSDP2; "

@@ -26,6 +26,8 @@ from sdp4bit_lab.common.ranks import Ranks
 
 T = TypeVar("T")
 BACKEND = "threads"
+_c10d: Any = torch._C._distributed_c10d
+_ProcessLocalGroup: Any = threaded.ProcessLocalGroup
 _POLL = 0.2
 
 
@@ -143,7 +145,7 @@ class _Receipt(dist._Work):  # type: ignore[misc,name-defined]
         return True
 
 
-class ThreadGroup(threaded.ProcessLocalGroup):  # type: ignore[misc]
+class ThreadGroup(_ProcessLocalGroup):  # type: ignore[misc]
     """torch's process group of threads, with ordered streams, timeouts and point-to-point messages.
 
     1. A rank leaves its tensors and an event of its current stream.
@@ -241,7 +243,8 @@ class ThreadGroup(threaded.ProcessLocalGroup):  # type: ignore[misc]
 def _create_group(store: Any, rank: int, size: int, timeout: timedelta) -> ThreadGroup:
     group = ThreadGroup(rank, size)
     # Threads create groups independently; none may join a collective that others do not know.
-    dist.distributed_c10d._store_based_barrier(rank, store, "", size, timeout)
+    barrier: Any = dist.distributed_c10d._store_based_barrier
+    barrier(rank, store, "", size, timeout)
     return group
 
 
@@ -266,7 +269,7 @@ def run_on_threads(program: Callable[[Ranks], T], *, size: int, device: str, tim
     errors: list[BaseException] = []
     place = torch.device(device) if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     world = _World(device=place, timeout=timeout)
-    _world, store = world, dist.HashStore()
+    _world, store = world, _c10d.HashStore()
     store.set_timeout(timeout)
 
     def run(rank: int) -> None:
@@ -279,6 +282,8 @@ def run_on_threads(program: Callable[[Ranks], T], *, size: int, device: str, tim
                             rank=rank, world_size=size, local_rank=rank, local_world_size=size, device=place
                         )
                     )
+                except BaseException as error:
+                    errors.append(error)  # before it ends the waits of the others, which then fail, too
                 finally:
                     world.end(rank)
                     dist.destroy_process_group()
@@ -288,7 +293,7 @@ def run_on_threads(program: Callable[[Ranks], T], *, size: int, device: str, tim
             world.end(rank)
 
     # Names of groups are those of a thread.
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _c10d._set_thread_isolation_mode(True)
     # Every rank that joins prefixes the traceback of errors with its number.
     report = sys.excepthook
     installed = threaded._install_threaded_pg()  # kept referenced, because torch holds it weakly
@@ -302,7 +307,7 @@ def run_on_threads(program: Callable[[Ranks], T], *, size: int, device: str, tim
     finally:
         threaded._uninstall_threaded_pg()
         sys.excepthook = report
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        _c10d._set_thread_isolation_mode(False)
         del installed
     if errors:
         raise errors[0]
