@@ -125,12 +125,20 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": versions,
-        "commit": subprocess.check_output(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"], text=True
-        ).strip(),
+        "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks.kernels", *sys.argv[1:]]),
     }
+
+
+def _commit() -> str:
+    """Return the commit; of a copied tree without .git "unknown", so that measurements are kept."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -239,10 +247,11 @@ def main() -> None:
                 torch.set_num_threads(count)
             if measured:
                 rows += measure(measured, elements, count, arguments.rounds, arguments.budget, arguments.bits)
-    print_table(rows)
+    # Before anything else can fail.
     machine = describe_machine()
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    print_table(rows)
     if arguments.plot:
         plot(rows, machine, arguments.plot)
 

@@ -130,15 +130,25 @@ def draw_step_times(result: dict[str, Any], path: Path, *, digest: str) -> None:
 
 
 def kernels_page(runs: Sequence[dict[str, Any]]) -> str:
-    """Return times of all operators, and their shares of a copy, over all runs."""
-    found: dict[int, dict[tuple[str, float], list[dict[str, Any]]]] = {}
-    for row in (row for run in runs for row in run["rows"]):
-        name = row["op"], row["bits"] or (32 if row["op"] == "copy" else 8)
-        found.setdefault(row["elements"], {}).setdefault(name, []).append(row)
+    """Return times of all operators, and their shares of a copy, over all runs on each device."""
     text = (
         "[How this is measured](../benchmarks.md). Medians over runs, with the lowest and the highest share "
         "of a copy.\n\n"
     )
+    by_device: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_device.setdefault(run["machine"]["gpu"] or run["machine"]["cpu"], []).append(run)
+    for device, same in by_device.items():
+        text += f"## {device}\n\n{_kernels_of_device(same)}\n"
+    return text
+
+
+def _kernels_of_device(runs: Sequence[dict[str, Any]]) -> str:
+    found: dict[int, dict[tuple[str, float], list[dict[str, Any]]]] = {}
+    for row in (row for run in runs for row in run["rows"]):
+        name = row["op"], row["bits"] or (32 if row["op"] == "copy" else 8)
+        found.setdefault(row["elements"], {}).setdefault(name, []).append(row)
+    text = ""
     for elements, by_name in sorted(found.items(), reverse=True):
         cells = []
         for (name, bits), rows in sorted(by_name.items(), key=lambda item: (item[0][0], -item[0][1])):
@@ -150,5 +160,5 @@ def kernels_page(runs: Sequence[dict[str, Any]]) -> str:
                 share += f" ({min(shares):.0f}–{max(shares):.0f})"
             cells.append([f"`{name}`", f"{bits:g}", *times, share, f"{len(rows)}"])
         titles = ["operator", "bits", "ms", "ns per value", "share of a copy", "runs"]
-        text += f"## {elements / 1e6:.1f} million values\n\n{table(titles, cells)}\n"
+        text += f"### {elements / 1e6:.1f} million values\n\n{table(titles, cells)}\n"
     return text + "\n".join(map(origin, runs))
