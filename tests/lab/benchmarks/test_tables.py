@@ -155,6 +155,6 @@ def test_times_of_a_gpu_have_a_table_of_their_own() -> None:
     measured = json.loads((ROOT / "results/kernels/zen4-1.json").read_text())
     rows = [{**row, "seconds": row["seconds"] / 1000, "share_of_copy": 0.25} for row in measured["rows"]]
     invented = {"machine": {**measured["machine"], "gpu": "Test GPU"}, "rows": rows}
-    alone, both = kernels_page([measured]), kernels_page([measured, invented])
+    alone, both = speed_tables.kernels_page([measured]), speed_tables.kernels_page([measured, invented])
     of_cpu, _, of_gpu = both.partition("## Test GPU")
     assert of_cpu.strip() == alone.strip() and "25 %" in of_gpu and "25 %" not in of_cpu
