@@ -265,6 +265,17 @@ def planning_page(result: dict[str, Any]) -> str:
     )
 
 
+def predictions(result: dict[str, Any]) -> str:
+    """Return the predicted shares of a copy, for comparison with the first measurements."""
+    rows = [
+        [f"{cell} %" if 3 <= i <= 5 else str(cell) for i, cell in enumerate(row)] for row in result["rows"]
+    ]
+    return (
+        f"## Prediction for GPUs\n\n**A calculation of {result['date']}, not a measurement.** "
+        f"{result['note']} No GPU has been measured.\n\n{table(result['columns'], rows)}"
+    )
+
+
 GAINS = {
     "over_fp32": "FSDP2's default, fp32 gradients",
     "over_bf16": "FSDP2 with bf16 gradients",
@@ -351,7 +362,10 @@ class Results:
             "docs/results/speed.md": f"{NOTICE}# Seconds per step\n\n"
             "[How this is measured](../speed.md). Medians of several runs, with the lowest and the highest. "
             f"MB: sent by a node per step.\n\n{speed}",
-            "docs/results/kernels.md": f"{NOTICE}# Times of all operators\n\n{kernels_page(kernels)}",
+            "docs/results/kernels.md": (
+                f"{NOTICE}# Times of all operators\n\n{kernels_page(kernels)}\n"
+                f"{predictions(self._read('gpu/predictions.json'))}"
+            ),
             "docs/results/planning.md": planning_page(self._read("planning.json")),
             "docs/results/studies.md": studies_page(self.root / "experiments"),
         }
