@@ -44,7 +44,6 @@ from sdp4bit.engines.fsdp2.view import (
     FSDPGroup,
     find_groups,
     named_fsdp_modules,
-    reduce_over_copies,
 )
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.protocol import Undo
@@ -298,10 +297,8 @@ class FSDPCommHandle(CommHandle):
         state = self._state
         # Tensor-parallel ranks must refresh their copies of a parameter identically.
         if config.on_mismatch == "resync" and state.groups:
-            flags = torch.tensor(
-                [int(comm in wrong) for comm in state.groups], device=state.groups[0].group.device
-            )
-            reduce_over_copies(flags, [comm.group for comm in state.groups], op=dist.ReduceOp.MAX)
+            flags = torch.tensor([int(comm in wrong) for comm in state.groups])
+            flags = state.over_copies(flags, state.groups)
             wrong = [comm for comm, flag in zip(state.groups, flags.tolist(), strict=True) if flag]
         mismatched = [comm for comm in state.groups if comm in wrong]
         state.request_resync(mismatched)

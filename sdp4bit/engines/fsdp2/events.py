@@ -385,7 +385,7 @@ class FSDPModelState(ModelState):
         # The host waits for the device because its next collective depends on the result; edits are rare.
         squares = torch.stack([comm.change_squares() for comm in measured]).cpu()
         self._reduce(squares, measured[0], op=dist.ReduceOp.SUM, what="agreement on the size of edits")
-        is_large = self._over_copies(is_large_change(squares).to(torch.int32), measured).tolist()
+        is_large = self.over_copies(is_large_change(squares).to(torch.int32), measured).tolist()
         for comm, large in zip(measured, is_large, strict=True):
             sends = comm.sends_differences
             comm.fresh.agree_on_size(flags[comm], is_large=bool(large), sends_differences=sends)
@@ -429,7 +429,7 @@ class FSDPModelState(ModelState):
         padding = [False] * (len(Flags._fields) - len(own))
         flags = torch.tensor([(*own, *padding), *seen], dtype=torch.int32)
         self._reduce(flags, over, op=dist.ReduceOp.MAX, what="agreement on changed weights")
-        rows = self._over_copies(flags[1:], comms).tolist()
+        rows = self.over_copies(flags[1:], comms).tolist()
         changed, reduced, *_ = flags[0].tolist()
         reduced_flags = (Flags(*map(bool, row)) for row in rows)
         return (bool(changed), bool(reduced)), dict(zip(comms, reduced_flags, strict=True))
@@ -440,13 +440,10 @@ class FSDPModelState(ModelState):
         group = self.decision_group or over.group.process_group
         all_reduce_on_host(values, group, ranks=over.layout.ranks, op=op, what=what)
 
-    @staticmethod
-    def _over_copies(flags: Tensor, comms: Sequence[FSDPGroupState]) -> Tensor:
+    def over_copies(self, flags: Tensor, comms: Sequence[FSDPGroupState]) -> Tensor:
         """Return the maximum over tensor-parallel ranks, because one may see an edit that others do not."""
-        if any(comm.group.copied_over for comm in comms):
-            # On the device, because tensor-parallel groups may have no CPU backend.
-            flags = flags.to(comms[0].group.device)
-            reduce_over_copies(flags, [comm.group for comm in comms], op=dist.ReduceOp.MAX)
+        groups = [comm.group for comm in comms]
+        reduce_over_copies(flags, groups, host=self.decision_group, op=dist.ReduceOp.MAX)
         return flags
 
     def report_full_refresh(self, comm: FSDPGroupState) -> None:

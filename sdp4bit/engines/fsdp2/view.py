@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.host import all_reduce_on_host
 from sdp4bit.collectives.sections import Range, Section, common_ranges, pieces_of
 from sdp4bit.engines.fsdp2.row import Row, Segment
 from sdp4bit.engines.fsdp2.subclasses import extends_gather, plain_values, subclass_gather
@@ -471,20 +471,24 @@ class FSDPGroup:
         return previous
 
 
-def reduce_over_copies(values: Tensor, groups: Sequence[FSDPGroup], *, op: dist.ReduceOp.RedOpType) -> None:
+def reduce_over_copies(
+    values: Tensor, groups: Sequence[FSDPGroup], *, host: ProcessGroup | None, op: dist.ReduceOp.RedOpType
+) -> None:
     """Reduce values in place over the tensor-parallel ranks that hold copies of some parameters of a group.
 
     Called after the data-parallel ranks have agreed, so that all tensor-parallel ranks take the same refresh.
 
     Args:
-        values: [n, ...], a row for each of the n groups.
+        values: [n, ...] on the CPU, so that no GPU is waited for; a row for each of the n groups.
         groups: those with copies must be the same on all of these ranks.
+        host: the job's process group for tensors on the CPU; None if all groups take them.
     """
     for copied_over in dict.fromkeys(each for group in groups for each in group.copied_over):
         chosen = [index for index, group in enumerate(groups) if copied_over in group.copied_over]
         part = values[chosen]
-        with comm_error_context("agreement of tensor-parallel ranks", group=copied_over):
-            dist.all_reduce(part, op=op, group=copied_over)
+        ranks = sorted(dist.get_process_group_ranks(copied_over))
+        what = "agreement of tensor-parallel ranks"
+        all_reduce_on_host(part, host or copied_over, ranks=ranks, op=op, what=what)
         values[chosen] = part
 
 

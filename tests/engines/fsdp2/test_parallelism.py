@@ -247,7 +247,7 @@ def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> Non
     rank, groups = dist.get_rank(), run.comm.groups
     listed = groups[1:3] if rank % 2 else groups
     flags = torch.full((len(listed),), rank)
-    reduce_over_copies(flags, [each.group for each in listed], op=dist.ReduceOp.MAX)
+    reduce_over_copies(flags, [each.group for each in listed], host=None, op=dist.ReduceOp.MAX)
     assert flags.tolist() == [rank | 1 if each.group.copied_over else rank for each in listed]
 
     saved = run.comm.state_dict()
