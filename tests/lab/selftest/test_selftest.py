@@ -229,7 +229,10 @@ RANK: dict[str, Any] = {
             "rank 1 on a has versions {'torch': '2.9'}, rank 0 {'torch': '2.13'}",
         ),
         ({"host": "b"}, 'a has 1 ranks, but LOCAL_WORLD_SIZE is 2: topology="auto" groups'),
-        ({"device_uuid": "GPU-1"}, "2 ranks share a GPU: times mean little, and NCCL may fail"),
+        (
+            {"device_uuid": "GPU-1"},
+            "2 ranks share a GPU: times mean little, and NCCL fails unless they are threads",
+        ),
         ({"peer_access": False}, "no peer access"),
         ({"kernels": "reference"}, "no fast kernels: install triton"),
         ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}, "device_uuid": "1"}, "disables all overlap"),
