@@ -104,6 +104,11 @@ def dequantize_reduce_hadamard(numel: int, bits: float) -> None:
     ops.dequantize_reduce_hadamard(messages(4, layout), dither=DITHER, **named)
 
 
+def add_checksum(numel: int, bits: float) -> None:
+    """Of this many bf16 values, whatever the bits."""
+    ops.add_checksum(torch.zeros(4 * numel).bfloat16(), out=torch.zeros((), dtype=torch.int64))
+
+
 @pytest.mark.parametrize("bits", [4, 3.5])
 @pytest.mark.parametrize(
     "operator",
@@ -113,6 +118,7 @@ def dequantize_reduce_hadamard(numel: int, bits: float) -> None:
         hadamard_quantize,
         dequantize_reduce_quantize,
         dequantize_reduce_hadamard,
+        add_checksum,
     ],
 )
 def test_kernel(compiled, operator, bits):
@@ -124,9 +130,11 @@ def test_kernel(compiled, operator, bits):
         text = kernel.asm["ptx"].replace("div.rn.ftz.f32", "div.rn.f32")
         assert not re.findall(r"tf32|\bmma\b|\bfma\.|\.ftz|\.approx|div\.full|\.local\.", text)
         assert not re.findall(r"(?:ld|st)\.global\S*b8\b", text), "single bytes move"
+        # ptxas could contract, too.
+        assert "EXIT" in kernel.asm["sass"] and not re.findall(r"\bH?FFMA2?\b", kernel.asm["sass"])
     else:
         text = kernel.asm["amdgcn"]
-        assert not re.findall(r"v_mfma|v_rcp_f32(?=.*approx)", text)
+        assert not re.findall(r"v_mfma|v_fmac?_f|v_mac_f|v_pk_fma|v_rcp_f32(?=.*approx)", text)
         assert (
             sum(map(int, re.findall(r"\.(?:vgpr_spill_count|private_segment_fixed_size): +(\d+)", text))) == 0
         )
