@@ -95,7 +95,7 @@ class Quantized(Plain):
             group.refreshes += 1
         replica.wait()
         self.is_full_due = group.is_changed = False  # only now, so that an exception leaves the refresh due
-        if replica.is_full:
+        if replica.holds_all_rows:
             return replica.rows.view(-1)
         rows = torch.empty(self.size * self.block.shard_numel)
         replica.gather(rows)

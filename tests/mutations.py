@@ -21,7 +21,7 @@ from torch import Tensor
 from sdp4bit.collectives.group import reduction_multiplier
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.ddp.hook import DDPCommState
-from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook, ReplicaGroup
+from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook, ReplicateGroup
 
 Fired = list[str]
 """An entry for every call that was broken."""
@@ -83,7 +83,7 @@ def _gradient_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callab
 
     scatter, all_reduce, average = (
         ReduceScatterHook.__call__,
-        ReplicaGroup.allreduce,
+        ReplicateGroup.allreduce,
         DDPCommState.average,
     )
 
@@ -109,7 +109,7 @@ def _gradient_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callab
         return future
 
     yield ReduceScatterHook, "__call__", reduce_scatter
-    yield ReplicaGroup, "allreduce", reduce_replicas
+    yield ReplicateGroup, "allreduce", reduce_replicas
     yield DDPCommState, "average", reduce_bucket
 
     megatron = sys.modules.get("sdp4bit.engines.megatron.communication")
@@ -119,16 +119,16 @@ def _gradient_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callab
     reduce, reduce_in_steps = buckets.reduce, buckets.reduce_in_steps
 
     def reduce_buffer(self: Any, output: Tensor, input: Tensor, op: object, **options: Any) -> None:
-        own = own_row(input, op, self.group.process_group)
+        own = own_row(input, op, self.view.process_group)
         reduce(self, output, input, op, **options)
-        apply(output, own, self.group.process_group)
+        apply(output, own, self.view.process_group)
 
     def reduce_buffer_in_steps(
         self: Any, output: Tensor, input: Tensor, op: object, **options: Any
     ) -> Iterator[None]:
-        own = own_row(input, op, self.group.process_group)
+        own = own_row(input, op, self.view.process_group)
         yield from reduce_in_steps(self, output, input, op, **options)
-        apply(output, own, self.group.process_group)
+        apply(output, own, self.view.process_group)
 
     yield buckets, "reduce", reduce_buffer
     yield buckets, "reduce_in_steps", reduce_buffer_in_steps

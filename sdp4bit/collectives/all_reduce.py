@@ -10,11 +10,11 @@ from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows
-from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_places
+from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_stride_and_length
 from sdp4bit.collectives.pipeline import group_unit, pipelined, run
 from sdp4bit.collectives.reduce_scatter import (
     QuantizedReduceScatter,
-    RowPart,
+    SectionRows,
     count_nonfinite,
     upper_halves,
 )
@@ -32,22 +32,22 @@ from sdp4bit.traffic import Level, TrafficCounter
 
 
 @dataclass(frozen=True, kw_only=True)
-class PieceSection:
+class SectionValues:
     """A section of the reduced tensor, which is cut into one piece per rank."""
 
     section: Section
     values: Tensor  # [m], contiguous
 
     def pieces(self, count: int) -> Tensor:
-        """View the values as pieces [count, length]; see `piece_places`."""
-        stride, length = piece_places(self.values.numel(), pieces=count, unit=self.section.unit)
+        """View the values as pieces [count, length]; see `piece_stride_and_length`."""
+        stride, length = piece_stride_and_length(self.values.numel(), pieces=count, unit=self.section.unit)
         return self.values.as_strided((count, length), (stride, 1))
 
 
-def sections_of(values: Tensor, sections: Sequence[Section]) -> list[PieceSection]:
+def sections_of(values: Tensor, sections: Sequence[Section]) -> list[SectionValues]:
     """Return the sections of values [n], contiguous; () for a single one."""
     chosen = sections or whole_row(values.numel())
-    return [PieceSection(section=section, values=section.take(values)) for section in chosen]
+    return [SectionValues(section=section, values=section.take(values)) for section in chosen]
 
 
 class PieceQuantizer:
@@ -73,7 +73,7 @@ class PieceQuantizer:
         self._rounding = config.inter_rounding if between_nodes else config.intra_rounding
         self._hadamard = config.hadamard and self.bits is not None
 
-    def message_layout(self, pieces: Sequence[Tensor], sections: Sequence[PieceSection]) -> JointLayout:
+    def message_layout(self, pieces: Sequence[Tensor], sections: Sequence[SectionValues]) -> JointLayout:
         """Return the layout of the message that carries a rank's pieces of all sections."""
         return JointLayout(
             tuple(
@@ -83,7 +83,7 @@ class PieceQuantizer:
         )
 
     def quantize(
-        self, pieces: Sequence[Tensor], out: Tensor, *, call: int, row: int, sections: Sequence[PieceSection]
+        self, pieces: Sequence[Tensor], out: Tensor, *, call: int, row: int, sections: Sequence[SectionValues]
     ) -> None:
         """Write the message that carries a rank's pieces of all sections.
 
@@ -106,7 +106,7 @@ class PieceQuantizer:
         values: Tensor,
         *,
         call: int,
-        sections: Sequence[PieceSection],
+        sections: Sequence[SectionValues],
         multiplier: float = 1.0,
     ) -> None:
         """Write the pieces of all ranks, times the multiplier, to their places.
@@ -208,7 +208,7 @@ class QuantizedAllReduce:
             bucket=bucket,
             traffic=self._traffic,
             scratch=self._scratch,
-            name=f"{self._name} over replicas",
+            name=f"{self._name} over the replicate dimension",
         )
 
     @property
@@ -268,12 +268,12 @@ class QuantizedAllReduce:
                 rows = [each.pieces(self._pieces.count) for each in cut]
                 lengths = [row.shape[1] for row in rows]
                 own = torch.empty(sum(lengths), dtype=torch.float32, device=device).split(lengths)
-                parts = [
-                    RowPart(section=each.section, rows=row, output=output, numel=output.numel())
+                chosen = [
+                    SectionRows(section=each.section, rows=row, output=output, numel=output.numel())
                     for each, row, output in zip(cut, rows, own, strict=True)
                 ]
                 with profiler_range(f"sdp4bit::reduce_scatter ({self._reduction.name})"):
-                    run(pipelined(self._reduction.slices(parts, call=call)))
+                    run(pipelined(self._reduction.chunks(chosen, call=call)))
             # The bytes of a ring all-reduce.
             self._traffic.count_plain(round(2 * values.nbytes / topology.size))
 
@@ -321,4 +321,4 @@ class QuantizedAllReduce:
         return self._reduction.requantized(values).add_(gathered).sub_(exact)
 
     def _what(self, level: Level) -> str:
-        return f"quantized gradient all-gather of {self._name} over replicas, {PLACES[level]}"
+        return f"quantized gradient all-gather of {self._name} over the replicate dimension, {PLACES[level]}"

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.errors import comm_error_context, exchange_error, is_communication_failure
-from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY
+from sdp4bit.collectives.pipeline import CHUNKS_UNDER_WAY
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.work import DeferredWork
@@ -224,14 +224,14 @@ class GroupExchange:
     def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
         """Return send or receive buffers, uint8 [ranks of the level, nbytes].
 
-        Successive slices alternate between buffers, and successive reductions on a stream share them.
+        Successive chunks alternate between buffers, and successive reductions on a stream share them.
 
         Args:
-            index: number of the slice.
+            index: number of the chunk.
         """
         topology = self._topology
         count = topology.ranks_per_node if level == "intra" else topology.nodes
-        turn = index % SLICES_UNDER_WAY
+        turn = index % CHUNKS_UNDER_WAY
         return self._scratch.messages(f"{level} {use} {turn}", count, nbytes, device=device)
 
     def start(

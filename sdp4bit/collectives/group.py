@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.collectives.sections import Range, common_ranges, pieces_of
+from sdp4bit.collectives.sections import Range, common_ranges, take_ranges
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig
@@ -65,7 +65,7 @@ class Remarks:
     place: str = ""  # of the replica, if not the configured one
     weights: Sequence[str] = ()
     gradients: str = ""  # why none are reduced
-    staged: str = ""  # how slices of successive groups overlap, instead of those of one row
+    staged: str = ""  # how chunks of successive groups overlap, instead of those of one row
 
 
 class Group:
@@ -74,24 +74,25 @@ class Group:
     Without a replica or a reduction the engine's own collective runs, for the reason given.
     """
 
-    def __init__(self, group: Rows, *, index: int, layout: Nodes, replicas: Nodes | None = None) -> None:
+    def __init__(self, view: Rows, *, index: int, layout: Nodes, replicate: Nodes | None = None) -> None:
         """Create a group without quantizers.
 
         Args:
+            view: the group's rows in the engine.
             index: number of the group in its model, the same on all its ranks.
             layout: the nodes of its ranks.
-            replicas: the nodes of the ranks with the same shard (HSDP); None for a single replica.
+            replicate: the nodes of the ranks with the same shard (HSDP); None without HSDP.
         """
-        self.group: Rows = group
+        self.view: Rows = view
         self.index = index
         # Numbers of the data of this rank, and of the ranks with the same shard, for the rounding of
         # gradients; None for this rank's index in the group.
         self.data_rank: int | None = None
-        self.data_ranks_of_replicas = range(0)
+        self.replicate_data_ranks = range(0)
         self.layout = layout
-        self.replica_layout = replicas
+        self.replicate_layout = replicate
         self.weight_traffic, self.gradient_traffic = TrafficCounter(layout), TrafficCounter(layout)
-        self.all_reduce_traffic = TrafficCounter(replicas or ALONE)
+        self.all_reduce_traffic = TrafficCounter(replicate or ALONE)
         self.separate_parameters = False
         """Whether rows are cut into sections of complete parameters, see `SDP4BitConfig`."""
         self.make_replica: Callable[..., WeightReplica] = WeightReplica  # engines bind more arguments
@@ -99,7 +100,7 @@ class Group:
         self.weights_unquantized_reason = ""
         self.reduction: QuantizedReduceScatter | None = None
         self.gradients_unquantized_reason = ""
-        # Sums gradients over replicas; without it the engine does, in full precision.
+        # Sums gradients over the replicate dimension; without it the engine does, in full precision.
         self.all_reduce: QuantizedAllReduce | None = None
         self.is_changed = False  # the main weights have changed since the last refresh
         self.refreshes = 0  # quantized refreshes so far
@@ -171,13 +172,13 @@ class Group:
         Returns:
             None if there is no replica, or if its refresh is pending and `may_wait` is False.
         """
-        replica, values = self.replica, self.group.value_ranges
+        replica, values = self.replica, self.view.value_ranges
         if replica is None or replica.rows is None or (replica.is_pending and not may_wait):
             return None
         ranges = ranges if values is None else common_ranges(ranges, values)
         if not ranges:
             return None
-        return self.group.sample_main(ranges), torch.cat(pieces_of(replica.own_shard, ranges))
+        return self.view.sample_main(ranges), torch.cat(take_ranges(replica.own_shard, ranges))
 
 
 def reduction_multiplier(op: object, process_group: ProcessGroup, *, name: str, engine: str) -> float:

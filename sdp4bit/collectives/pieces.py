@@ -17,7 +17,7 @@ def piece_count(grid: Grid) -> int:
     return grid.ranks_per_node if grid.nodes == 2 else grid.size
 
 
-def piece_places(numel: int, *, pieces: int, unit: int = BLOCK) -> tuple[int, int]:
+def piece_stride_and_length(numel: int, *, pieces: int, unit: int = BLOCK) -> tuple[int, int]:
     """Return the stride and the length of the pieces of a tensor.
 
     Pieces begin at multiples of `unit`, a multiple of 32, and the last one ends with the tensor. To avoid

@@ -1,4 +1,4 @@
-"""Slices of a row, whose two levels overlap, and the driver of collectives that pause.
+"""Chunks of a row, whose two levels overlap, and the driver of collectives that pause.
 
 A collective is a generator. It yields as soon as a transfer is in flight, and its next step waits for it.
 All ranks advance their collectives in the same order.
@@ -19,13 +19,13 @@ Steps = Iterator[None]
 
 INTRA_RATE, INTER_RATE = 300e9, 25e9
 """Assumed bytes per second and rank inside a node (NVLink of an H100) and between nodes (200 Gbit/s per GPU).
-The number of slices depends on their square root, so a factor of four in a rate changes it by at most two."""
-SLICE_SECONDS, PEER_SECONDS = 50e-6, 2e-6
-"""Assumed cost of another slice on two nodes, the latency of two all-to-alls (10 to 20 us each) and three
+The number of chunks depends on their square root, so a factor of four in a rate changes it by at most two."""
+CHUNK_SECONDS, PEER_SECONDS = 50e-6, 2e-6
+"""Assumed cost of another chunk on two nodes, the latency of two all-to-alls (10 to 20 us each) and three
 kernels, and of each node beyond two, which is another message."""
-MOST_SLICES = 16
-SLICES_UNDER_WAY = 2
-"""Slices of a row that use messages of one level at the same time. A slice fills its messages while its
+MOST_CHUNKS = 16
+CHUNKS_UNDER_WAY = 2
+"""Chunks of a row that use messages of one level at the same time. A chunk fills its messages while its
 predecessor's are in flight; those before have been read."""
 
 
@@ -41,10 +41,10 @@ def advance(under_way: Iterable[Steps]) -> list[Steps]:
     return [steps for steps in under_way if next(steps, ended) is not ended]
 
 
-def pipelined(slices: Sequence[Steps]) -> Steps:
-    """Run slices, each one step behind its predecessor, and pause after each turn."""
+def pipelined(chunks: Sequence[Steps]) -> Steps:
+    """Run chunks, each one step behind its predecessor, and pause after each turn."""
     under_way: list[Steps] = []
-    for each in slices:
+    for each in chunks:
         # Newest first, so that its transfer starts before the stream waits for an older one.
         under_way = advance([each, *under_way])
         yield
@@ -54,9 +54,9 @@ def pipelined(slices: Sequence[Steps]) -> Steps:
 
 
 def pipeline_chunks(numel: int, *, config: GradientConfig, grid: Grid) -> int:
-    """Return the number of slices of a row, the same on every rank; 1 if there is only one level.
+    """Return the number of chunks of a row, the same on every rank; 1 if there is only one level.
 
-    With c slices, 1 / c of the shorter level's time T is not hidden, and slices cost t each, which grows with
+    With c chunks, 1 / c of the shorter level's time T is not hidden, and chunks cost t each, which grows with
     the number of nodes. The sum is smallest for c = sqrt(T / t), rounded down.
     """
     if config.pipeline_chunks is not None:
@@ -68,39 +68,39 @@ def pipeline_chunks(numel: int, *, config: GradientConfig, grid: Grid) -> int:
     inter = bytes_per_value(format_of(config.inter_bits), group_size=config.inter_group_size)
     intra, inter = numel * nodes * intra * (ranks_per_node - 1), numel * inter * (nodes - 1)
     shorter = min(intra / INTRA_RATE, inter / INTER_RATE)
-    cost = SLICE_SECONDS + PEER_SECONDS * (nodes - 2)
-    return min(MOST_SLICES, max(1, int(math.sqrt(shorter / cost))))
+    cost = CHUNK_SECONDS + PEER_SECONDS * (nodes - 2)
+    return min(MOST_CHUNKS, max(1, int(math.sqrt(shorter / cost))))
 
 
-def slice_places(
+def cut_into_chunks(
     lengths: Sequence[int], *, config: GradientConfig, grid: Grid
 ) -> list[list[tuple[int, slice]]]:
-    """Cut the sections of a row into slices without dividing a quantization group.
+    """Cut the sections of a row into chunks without dividing a quantization group.
 
     Args:
         lengths: lengths of the sections, all positive.
 
     Returns:
-        For each slice its sections by number and the range in each.
+        For each chunk its sections by number and the range in each.
     """
     total = sum(lengths)
-    chunks = pipeline_chunks(total, config=config, grid=grid)
+    count = pipeline_chunks(total, config=config, grid=grid)
     unit = group_unit(config, grid=grid)
-    length = round_up(-(-total // chunks), unit)
-    slices: list[list[tuple[int, slice]]] = []
+    length = round_up(-(-total // count), unit)
+    chunks: list[list[tuple[int, slice]]] = []
     left = 0
     for section, numel in enumerate(lengths):
         start = 0
         while start < numel:
             if left <= 0:
-                slices.append([])
+                chunks.append([])
                 left = length
-            # Complete groups; the slice becomes longer than `length` by less than one.
+            # Complete groups; the chunk becomes longer than `length` by less than one.
             end = min(numel, start + round_up(left, unit))
-            slices[-1].append((section, slice(start, end)))
+            chunks[-1].append((section, slice(start, end)))
             left -= end - start
             start = end
-    return slices
+    return chunks
 
 
 def group_unit(config: GradientConfig, *, grid: Grid) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
 from sdp4bit.collectives.exchange import GroupExchange, PendingExchange, Use
-from sdp4bit.collectives.pipeline import Steps, group_unit, pipelined, run, slice_places
+from sdp4bit.collectives.pipeline import Steps, cut_into_chunks, group_unit, pipelined, run
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import WHOLE, Section, split_messages, whole_row
 from sdp4bit.collectives.topology import Topology
@@ -45,7 +45,7 @@ class Hop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowPart:
+class SectionRows:
     """Values of one section of the rows to reduce."""
 
     section: Section
@@ -56,7 +56,7 @@ class RowPart:
     blocks: Tensor | None = None
     """Places of the values in the rows and the output, if they are longer; see `ops.hadamard_quantize`."""
 
-    def within(self, places: slice) -> RowPart:
+    def within(self, places: slice) -> SectionRows:
         """Return the values of these places of the section, which begin at a multiple of 32."""
         numel, first, rows, output, blocks = (
             places.stop - places.start,
@@ -211,7 +211,7 @@ class QuantizedReduceScatter:
     ) -> None:
         """Reduce rows over all ranks to this rank's row of the sum, times the multiplier.
 
-        The row is reduced in slices (`pipeline_chunks`), each in the steps of `_reduce_slice`. At most three
+        The row is reduced in chunks (`pipeline_chunks`), each in the steps of `_reduce_chunk`. At most three
         are in flight, and the result does not depend on their number.
 
         Args:
@@ -228,16 +228,16 @@ class QuantizedReduceScatter:
             ValueError: input is not size times as long as output.
         """
         with profiler_range(f"sdp4bit::reduce_scatter ({self.name})"):
-            # No variable holds the sections of the rows, so each slice frees its own.
-            slices = self.slices(
-                self.parts(output, input, sections=sections),
+            # No variable holds the sections of the rows, so each chunk frees its own.
+            chunks = self.chunks(
+                self.cut(output, input, sections=sections),
                 call=call,
                 multiplier=multiplier,
                 nonfinite=nonfinite,
             )
-            run(pipelined(slices))
+            run(pipelined(chunks))
 
-    def parts(self, output: Tensor, input: Tensor, *, sections: Sequence[Section] = ()) -> list[RowPart]:
+    def cut(self, output: Tensor, input: Tensor, *, sections: Sequence[Section] = ()) -> list[SectionRows]:
         """Return the sections of the rows to reduce; see `__call__`."""
         size, numel = self.topology.size, output.numel()
         if input.numel() != size * numel:
@@ -254,35 +254,35 @@ class QuantizedReduceScatter:
             else:
                 blocks = self._scratch.table(section.blocks, device=output.device)
             parts.append(
-                RowPart(section=section, rows=chosen, output=place, numel=section.numel, blocks=blocks)
+                SectionRows(section=section, rows=chosen, output=place, numel=section.numel, blocks=blocks)
             )
         self.traffic.count_plain(output.nbytes)
         return parts
 
-    def slices(
+    def chunks(
         self,
-        parts: Sequence[RowPart],
+        sections: Sequence[SectionRows],
         *,
         call: int,
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
         whole: bool = False,
     ) -> list[Steps]:
-        """Return the reductions of all slices of sections, of one row or of several, for the caller to run.
+        """Return the reductions of all chunks of sections, of one row or of several, for the caller to run.
 
         Args:
-            whole: use one slice. Reductions of several rows may then share message buffers if the caller
+            whole: use one chunk. Reductions of several rows may then share message buffers if the caller
                 advances each by one step in turn, oldest first.
         """
-        if not parts:
+        if not sections:
             return []
-        lengths = [part.numel for part in parts]
+        lengths = [part.numel for part in sections]
         places = [[(number, slice(0, numel)) for number, numel in enumerate(lengths)]]
         if not whole:
-            places = slice_places(lengths, config=self.config, grid=self.topology.layout)
+            places = cut_into_chunks(lengths, config=self.config, grid=self.topology.layout)
         return [
-            self._reduce_slice(
-                [parts[i].within(there) for i, there in chosen],
+            self._reduce_chunk(
+                [sections[i].within(there) for i, there in chosen],
                 strides=[round_up(lengths[i], BLOCK) for i, _ in chosen],
                 index=index,
                 call=call,
@@ -293,9 +293,9 @@ class QuantizedReduceScatter:
             for index, chosen in enumerate(places)
         ]
 
-    def _reduce_slice(
+    def _reduce_chunk(
         self,
-        parts: Sequence[RowPart],
+        sections: Sequence[SectionRows],
         *,
         strides: Sequence[int],
         index: int,
@@ -314,11 +314,11 @@ class QuantizedReduceScatter:
 
         Args:
             strides: differences between the numbers of rows for the random bits, one per section.
-            index: number of the slice in the row; slices alternate between message buffers.
+            index: number of the chunk in the row; chunks alternate between message buffers.
             overlaps: whether the current stream gets other work before it waits for a transfer.
         """
         if not self.hops:  # a world of one
-            for part in parts:
+            for part in sections:
                 if part.blocks is None:
                     part.output.copy_(part.rows[0] * multiplier)
                 else:
@@ -326,27 +326,27 @@ class QuantizedReduceScatter:
             return
         (first, *second), last = self.hops, self.hops[-1]
         inverse = multiplier * INVERSE_FACTOR if self.hadamard else multiplier
-        device = parts[0].output.device
+        device = sections[0].output.device
         # Message `own` of the last hop is neither written nor read if the sums begin with `totals`.
         own = last.own if self.exact_own else None
-        totals: list[Tensor | None] = [part.new_total() if self.exact_own else None for part in parts]
+        totals: list[Tensor | None] = [part.new_total() if self.exact_own else None for part in sections]
 
         # 1. Row r = node * ranks_per_node + local rank. The ranks of a node get rows of all nodes: their own
         # ones and those that they forward.
         grid = self.topology.nodes, self.topology.ranks_per_node
-        sources = [part.rows.unflatten(0, grid) for part in parts]
+        sources = [part.rows.unflatten(0, grid) for part in sections]
         if first.level == "intra":
             sources = [source.transpose(0, 1) for source in sources]  # by destination
-        layout = self._layout(first, parts)
+        layout = self._layout(first, sections)
         sent = self._buffer(first, "send", layout, index=index, device=device)
-        keys = [self._rounding_key(first, call, *each) for each in zip(parts, strides, strict=True)]
+        keys = [self._rounding_key(first, call, *each) for each in zip(sections, strides, strict=True)]
         for i, messages in enumerate(split_messages(sent, layout)):
             total = None if second else totals[i]
             if total is not None:
                 values = sources[i][first.own, 0]
-                if parts[i].blocks is not None:
-                    at = parts[i].first
-                    values = parts[i].section.take(values)[at : at + parts[i].numel]
+                if sections[i].blocks is not None:
+                    at = sections[i].first
+                    values = sections[i].section.take(values)[at : at + sections[i].numel]
                 torch.mul(values.float(), multiplier, out=total)
             ops.hadamard_quantize(
                 sources[i],
@@ -355,13 +355,13 @@ class QuantizedReduceScatter:
                 hadamard=self.hadamard,
                 rounding=keys[i],
                 skip=None if second else own,
-                blocks=parts[i].blocks,
+                blocks=sections[i].blocks,
             )
         # Free the rows, which are as large as all gradients of the group, while the messages are in flight.
-        parts = [replace(part, rows=part.rows.new_empty(0)) for part in parts]
+        sections = [replace(each, rows=each.rows.new_empty(0)) for each in sections]
         del sources
 
-        # 2. Meanwhile other slices start. They fill the other buffers, or these after this slice's next step.
+        # 2. Meanwhile other chunks start. They fill the other buffers, or these after this chunk's next step.
         transfer, received = self._start(first, sent, layout, index=index, overlaps=overlaps)
         yield
         transfer.wait()
@@ -370,9 +370,9 @@ class QuantizedReduceScatter:
         if second:
             arrived, before = split_messages(received, layout), layout.layouts
             dithers = self._dithers(first, keys, layout)
-            layout = self._layout(last, parts)
+            layout = self._layout(last, sections)
             sent = self._buffer(last, "send", layout, index=index, device=device)
-            keys = [self._rounding_key(last, call, *each) for each in zip(parts, strides, strict=True)]
+            keys = [self._rounding_key(last, call, *each) for each in zip(sections, strides, strict=True)]
             for i, messages in enumerate(split_messages(sent, layout)):
                 ops.dequantize_reduce_quantize(
                     arrived[i],
@@ -399,20 +399,22 @@ class QuantizedReduceScatter:
         for i, messages in enumerate(arrived):
             ops.dequantize_reduce_hadamard(
                 messages,
-                out=parts[i].output,
+                out=sections[i].output,
                 layout=layout.layouts[i],
                 hadamard=self.hadamard,
                 multiplier=inverse,
                 dither=dithers[i],
                 skip=own,
                 own=totals[i],
-                blocks=parts[i].blocks,
+                blocks=sections[i].blocks,
             )
 
-    def _layout(self, hop: Hop, parts: Sequence[RowPart]) -> JointLayout:
+    def _layout(self, hop: Hop, sections: Sequence[SectionRows]) -> JointLayout:
         """Return the layout of a hop's messages; those in a node carry a row per node."""
         rows = self.topology.nodes if hop.level == "intra" else 1
-        return joint_layout(tuple(hop.layout(part.numel, parts=rows, section=part.section) for part in parts))
+        return joint_layout(
+            tuple(hop.layout(part.numel, parts=rows, section=part.section) for part in sections)
+        )
 
     def _numbers(
         self, messages: Sequence[Tensor], totals: Sequence[Tensor | None], layout: JointLayout
@@ -457,7 +459,7 @@ class QuantizedReduceScatter:
         self.traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
         return transfer, received
 
-    def _rounding_key(self, hop: Hop, call: int, part: RowPart, stride: int) -> RoundingKey | None:
+    def _rounding_key(self, hop: Hop, call: int, part: SectionRows, stride: int) -> RoundingKey | None:
         """Return this rank's key for rounding a part at a hop; None for nearest."""
         if hop.rounding == "nearest":
             return None
@@ -468,7 +470,7 @@ class QuantizedReduceScatter:
             rank -= hop.own * apart * self._rank_step
         step = part.section.call(call)
         keys = derive_keys(self._seed, pack_stream(step=step, bucket=self.bucket, stage=hop.stage, rank=rank))
-        # Bits are indexed by a value's place in its section, so the result does not depend on slicing.
+        # Bits are indexed by a value's place in its section, so the result does not depend on the chunks.
         return RoundingKey(*keys, first=part.first, row_stride=stride, dither=dither, sender=hop.own)
 
     @staticmethod

@@ -45,7 +45,7 @@ def common_ranges(first: Sequence[Range], second: Sequence[Range]) -> list[Range
     return [(start, end) for start, end in pairs if start < end]
 
 
-def pieces_of(values: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
+def take_ranges(values: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
     """Return views of these ascending ranges of values [n], with a single torch call."""
     if list(ranges) == [(0, values.shape[0])]:
         return [values]
@@ -143,7 +143,7 @@ def whole_row(numel: int) -> tuple[Section, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowParameter:
+class CutParam:
     """A parameter in a row that is cut."""
 
     numel: int  # values in the row
@@ -152,7 +152,7 @@ class RowParameter:
     kind: Hashable = None  # parameters of different kinds never share a section
 
 
-def cut_row(parameters: Sequence[RowParameter], *, unit: int, count: int) -> tuple[Section, ...]:
+def cut_row(parameters: Sequence[CutParam], *, unit: int, count: int) -> tuple[Section, ...]:
     """Cut a row into sections, so that no scale group and no Hadamard block crosses parameters.
 
     Adjacent parameters share a section if the second begins at a multiple of `unit` in it. All fine

@@ -88,7 +88,7 @@ class WeightReplica:
         return self.config.mode == "difference"
 
     @property
-    def is_full(self) -> bool:
+    def holds_all_rows(self) -> bool:
         """Whether this rank stores every row."""
         return self.config.replica == "full" or self._topology.ranks_per_node == 1
 
@@ -101,7 +101,7 @@ class WeightReplica:
 
     def _own(self, rows: Tensor) -> Tensor:
         own = rows[self._topology.node]
-        return own[self._topology.local_rank] if self.is_full else own
+        return own[self._topology.local_rank] if self.holds_all_rows else own
 
     @property
     def is_pending(self) -> bool:
@@ -161,7 +161,11 @@ class WeightReplica:
         """
         topology, numel = self._topology, row.numel()
         self.nonfinite = self._is_nonfinite(row)
-        shape = (topology.nodes, topology.ranks_per_node, numel) if self.is_full else (topology.nodes, numel)
+        shape = (
+            (topology.nodes, topology.ranks_per_node, numel)
+            if self.holds_all_rows
+            else (topology.nodes, numel)
+        )
         with profiler_range(f"sdp4bit::full_refresh ({self._name})"):
             rows = self.rows
             if rows is None or rows.shape != shape or rows.dtype != row.dtype:
@@ -174,7 +178,7 @@ class WeightReplica:
 
             # 1. The rows of this rank's peers between nodes, [nodes, n].
             peers = target
-            if self.is_full:
+            if self.holds_all_rows:
                 alone = topology.intra is None
                 peers = target[:, 0] if alone else row.new_empty(topology.nodes, row.numel())
             transfer = PendingExchange([])
@@ -189,7 +193,7 @@ class WeightReplica:
         transfer.wait()
 
         # 2. Node by node, so that ranks end in the order of the group.
-        if self.is_full and topology.intra is not None:
+        if self.holds_all_rows and topology.intra is not None:
             all_gather_blocks(target, peers, topology.intra, what=self._what("full-precision", "intra"))
             nbytes = row.nbytes * topology.nodes
             self._traffic.count_bytes(nbytes, level="intra", peers=topology.ranks_per_node - 1)
@@ -200,7 +204,7 @@ class WeightReplica:
                 rows[..., start:end] = part
 
     def start_quantized_refresh(
-        self, row: Tensor, *, ranges: Sequence[Range] | None = None, bits: Tensor | None = None
+        self, row: Tensor, *, ranges: Sequence[Range] | None = None, as_gathered: Tensor | None = None
     ) -> None:
         """Start sending quantized differences of all ranks, which wait() adds to the replica.
 
@@ -210,7 +214,8 @@ class WeightReplica:
         Args:
             row: [n], this rank's main shard.
             ranges: ranges of the row that may have changed, the same on all ranks; None for the entire row.
-            bits: [n], the main shard in the gathered dtype, for the ranges that hold bits; by default `row`.
+            as_gathered: [n], the main shard in the gathered dtype, for the ranges that hold bits of other
+                dtypes; by default `row`.
         """
         self.wait()
         assert self.rows is not None
@@ -232,11 +237,17 @@ class WeightReplica:
             within = [section.within(ranges) for section in sections]
             sections = [section for section in within if section.ranges]
         if sections or exact:
-            bits = row if bits is None else bits
-            self._start(self._send_differences(row, bits, self.rows, sections=sections, exact=exact))
+            as_gathered = row if as_gathered is None else as_gathered
+            self._start(self._send_differences(row, as_gathered, self.rows, sections=sections, exact=exact))
 
     def _send_differences(
-        self, row: Tensor, bits: Tensor, rows: Tensor, *, sections: Sequence[Section], exact: Sequence[Range]
+        self,
+        row: Tensor,
+        as_gathered: Tensor,
+        rows: Tensor,
+        *,
+        sections: Sequence[Section],
+        exact: Sequence[Range],
     ) -> Steps:
         """Send quantized differences (paper, algorithm 2).
 
@@ -268,8 +279,8 @@ class WeightReplica:
                     nonfinite=self.nonfinite,
                 )
             if exact:
-                bits = bits.to(rows.dtype)
-                bits = torch.cat([bits[start:end] for start, end in exact]).view(torch.uint8)
+                as_gathered = as_gathered.to(rows.dtype)
+                bits = torch.cat([as_gathered[start:end] for start, end in exact]).view(torch.uint8)
                 outs[-1][0, : bits.numel()] = bits
 
             # 2. Message i is that of this rank's peer on node i.
@@ -283,14 +294,14 @@ class WeightReplica:
                 transfer = start_all_gather_rows(messages, own[0], topology.inter, what=what)
                 self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
         # The transfer reads the message alone. The caller may have copied the main shard to pass it.
-        del row, bits
+        del row, as_gathered
         yield
 
         with profiler_range(f"sdp4bit::weight_refresh ({self._name})"):
             transfer.wait()
             # 3. In the order of the rows, so that one launch applies all messages. This stream reads them
             # before it waits for another replica, so all replicas share the buffer.
-            if self.is_full and topology.intra is not None:
+            if self.holds_all_rows and topology.intra is not None:
                 gathered = self._scratch.messages(
                     "intra receive", topology.size, layout.nbytes, device=device
                 )
@@ -322,7 +333,7 @@ class WeightReplica:
         topology = self._topology
         self.wait()
         assert self.rows is not None
-        if self.is_full:
+        if self.holds_all_rows:
             output.copy_(self.rows.view(-1))
             return
         assert topology.intra is not None

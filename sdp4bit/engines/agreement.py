@@ -19,15 +19,15 @@ from sdp4bit.config import VERSION
 
 Sent = TypeVar("Sent")
 Scope = tuple[Sequence[int], str]
-"""The ranks that must agree and the subject: "settings", "shards" or "replicas"."""
+"""The ranks that must agree and the subject: "settings", "shards" or "replicate"."""
 Texts = dict[str, str]  # names and values for error messages
 _SHOWN_DIFFERENCES = 8
 _WAY_OUT = {
     "settings": "have different settings or versions; make them equal on all ranks",
     "shards": "share a data-parallel group but not its parameter groups; build the same model and skip the "
     "same modules on all of them",
-    "replicas": "are replicas but do not share parameter groups; build the same model and skip the same "
-    "modules on all of them",
+    "replicate": "hold the same shards (HSDP) but do not share parameter groups; build the same model and "
+    "skip the same modules on all of them",
 }
 
 
@@ -43,7 +43,7 @@ class ShardedRows:
     parameters: tuple[tuple[int, int], ...] = ()
     """(Values, dimensions) of each parameter in a row, which determine its sections."""
     unquantizable_weights: str = ""  # why its weights cannot be quantized; "" if they can
-    are_replicas: bool = False  # whether the ranks hold the same shard and all-reduce its gradients (HSDP)
+    replicate: bool = False  # whether the ranks hold the same shard and all-reduce its gradients (HSDP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class AgreedNodes:
     """Node layouts by ranks; the same, in the same order, on all ranks of the job."""
 
     shards: dict[tuple[int, ...], Nodes]  # layouts of ranks that parameter groups are sharded over
-    replicas: dict[tuple[int, ...], Nodes]  # layouts of ranks that hold the same shards (HSDP)
+    replicate: dict[tuple[int, ...], Nodes]  # layouts of ranks that hold the same shards (HSDP)
 
 
 class Summary(TypedDict):
@@ -117,7 +117,7 @@ def agree(
         common |= _texts(name, value)
     texts: dict[Scope, Texts] = {(range(dist.get_world_size()), "settings"): common}
     for rows in groups if failure is None else ():
-        scope = _compact(rows.ranks), "replicas" if rows.are_replicas else "shards"
+        scope = _compact(rows.ranks), "replicate" if rows.replicate else "shards"
         own = texts.setdefault(scope, {"parameter groups": "0"})
         number = int(own["parameter groups"]) + 1
         own["parameter groups"] = str(number)
@@ -251,9 +251,9 @@ def _arrange_all(summaries: Sequence[Summary]) -> AgreedNodes:
             ranks: arrange(ranks, labels)
             for ranks in sorted(tuple(ranks) for ranks, kind in distinct if kind == wanted)
         }
-        for wanted in ("shards", "replicas")
+        for wanted in ("shards", "replicate")
     }
-    return AgreedNodes(shards=layouts["shards"], replicas=layouts["replicas"])
+    return AgreedNodes(shards=layouts["shards"], replicate=layouts["replicate"])
 
 
 def _warn_of_hosts(summaries: Sequence[Summary]) -> None:

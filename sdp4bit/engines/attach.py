@@ -28,10 +28,10 @@ def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfi
     """
     # 1. Process groups, in the same order on all ranks. Separate ones for weights and gradients, because one
     # communicator would serialize the gather of a group and the reduction of another.
-    shards, replicas = list(layouts.shards.values()), list(layouts.replicas.values())
+    shards, replicate = list(layouts.shards.values()), list(layouts.replicate.values())
     weights = _topologies(shards if config.weights else [], purpose="weights", undo=undo)
     gradients = _topologies(shards if config.gradients else [], purpose="gradients", undo=undo)
-    over_replicas = _topologies(replicas if config.gradients else [], purpose="replicas", undo=undo)
+    over_replicate = _topologies(replicate if config.gradients else [], purpose="replicate", undo=undo)
 
     # 2. Message buffers, shared by all groups. Weights and gradients are sent on different streams, so each
     # stream has its own buffers and needs no synchronization to reuse them.
@@ -39,7 +39,7 @@ def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfi
 
     # 3. Collectives.
     for group in groups:
-        ranks, name = group.group.ranks, group.group.name
+        ranks, name = group.view.ranks, group.view.name
         if config.weights is not None and not group.weights_unquantized_reason:
             group.replica = group.make_replica(
                 weights[ranks],
@@ -62,12 +62,12 @@ def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfi
                 scratch=gradient_scratch,
                 name=name,
             )
-        if group.replica_layout is not None and group.gradients_unquantized_reason in ("", ONE_RANK):
+        if group.replicate_layout is not None and group.gradients_unquantized_reason in ("", ONE_RANK):
             group.all_reduce = QuantizedAllReduce(
-                over_replicas[group.replica_layout.ranks],
+                over_replicate[group.replicate_layout.ranks],
                 config=config.gradients,
                 seed=config.seed,
-                ranks=group.data_ranks_of_replicas,
+                ranks=group.replicate_data_ranks,
                 bucket=len(groups) + group.index,
                 traffic=group.all_reduce_traffic,
                 scratch=gradient_scratch,

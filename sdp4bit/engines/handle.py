@@ -159,7 +159,7 @@ class CommHandle(ABC):
         if not self._is_quantized:
             return "inside full_precision(): the model communicates as without sdp4bit"
         state = self._state
-        table = render([row_of(comm, state.traffic_of(comm)) for comm in state.groups])
+        table = render([row_of(group, state.traffic_of(group)) for group in state.groups])
         hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
         return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
 
@@ -333,7 +333,7 @@ class CommHandle(ABC):
     @torch.inference_mode(False)
     def _audit(self, config: AuditConfig) -> bool:
         names = audit_replicas(self._audited(), config)
-        wrong = [comm for comm in self._state.groups if comm.group.name in names]
+        wrong = [group for group in self._state.groups if group.view.name in names]
         return not self._refresh_mismatched(wrong, config=config)
 
     def _audited(self) -> list[ReplicaCopy]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.checksum import PIECE_WORDS
+from sdp4bit.quantization.checksum import STRIPE_WORDS
 from sdp4bit.quantization.formats import BLOCK, format_of
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
@@ -307,7 +307,7 @@ def dithered_zeros() -> Iterator[KernelCase]:
 
 def checksums() -> Iterator[KernelCase]:
     """Yield calls on any alignment and length in bytes, up to several pieces."""
-    values = make_values(2 * 4 * PIECE_WORDS + 4 * 1024 + 8, seed=15, dtype=torch.bfloat16).view(torch.uint8)
+    values = make_values(2 * 4 * STRIPE_WORDS + 4 * 1024 + 8, seed=15, dtype=torch.bfloat16).view(torch.uint8)
     for start, end in ((0, 0), (0, 1), (3, 11), (2, 18), (4, 4096), (6, -4), (0, -8)):
         yield KernelCase(ops.add_checksum, values[start:end], {"out": torch.tensor(-(2**62))})
 

@@ -76,7 +76,7 @@ class Alerts:
         self._above: set[tuple[int, int]] = set()  # groups and measures that are above their thresholds
         # All ranks use the process groups in the same order, to prevent a deadlock.
         self._members: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
-        for at, rows in sorted(enumerate(g.group for g in groups), key=lambda each: each[1].ranks):
+        for at, rows in sorted(enumerate(g.view for g in groups), key=lambda each: each[1].ranks):
             if rows.process_group is not None:
                 self._members.setdefault(rows.ranks, (rows.process_group, []))[1].append(at)
 
@@ -96,7 +96,7 @@ class Alerts:
         if not self._telemetry.is_due(step):
             return
         for at, values in enumerate(self._largest_of_ranks()):
-            rows = self._groups[at].group
+            rows = self._groups[at].view
             for column, (value, limit) in enumerate(zip(values, self._thresholds[at], strict=True)):
                 if limit is None:
                     continue
@@ -122,7 +122,7 @@ class Alerts:
         table = table.nan_to_num(nan=-1.0, posinf=math.inf)  # a maximum must not be NaN
         for process_group, members in self._members.values():
             first = self._groups[members[0]]
-            part = table[members].to(first.group.device, torch.float32)
+            part = table[members].to(first.view.device, torch.float32)
             with comm_error_context("all-reduce of the measures for alerts", group=process_group):
                 dist.all_reduce(part, op=dist.ReduceOp.MAX, group=process_group)
             # The bytes of a ring all-reduce.
@@ -147,7 +147,7 @@ def _thresholds_of(group: Group, config: AlertConfig) -> tuple[float | None, ...
     """Return a threshold per measure, or None; "auto" is resolved for the fewest bits of the hops."""
     hops: list[Bits] = []
     gradients, weights = group.gradient_config, group.replica and group.replica.config
-    collectives = (group.reduction, group.layout), (group.all_reduce, group.replica_layout)
+    collectives = (group.reduction, group.layout), (group.all_reduce, group.replicate_layout)
     layouts = [layout for collective, layout in collectives if collective and layout]
     if gradients is not None:
         hops += [gradients.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []

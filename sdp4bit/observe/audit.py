@@ -45,18 +45,18 @@ class ReplicaCopy:
 
 def replica_copy(group: Group) -> ReplicaCopy | None:
     """Return this rank's copy of a group's weights, after a refresh in flight; None if it holds none."""
-    process_group = group.group.process_group
+    process_group = group.view.process_group
     if group.replica is None or process_group is None:  # a single process has a single copy
         return None
     group.replica.wait()
     if group.replica.rows is None:
         return None
     return ReplicaCopy(
-        name=group.group.name,
+        name=group.view.name,
         rows=group.replica.rows,
         layout=group.layout,
         process_group=process_group,
-        is_full=group.replica.is_full,
+        is_full=group.replica.holds_all_rows,
         traffic=group.weight_traffic,
     )
 

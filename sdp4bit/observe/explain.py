@@ -40,11 +40,11 @@ class Row:
 def row_of(group: Group, sent: Traffic) -> Row:
     """Return a group's line, with the bytes that this rank sent."""
     ranks, remarks = describe_ranks(group.layout), group.remarks()
-    if group.replica_layout not in (None, group.layout):
-        ranks += f", replicas {describe_ranks(group.replica_layout)}"
+    if group.replicate_layout not in (None, group.layout):
+        ranks += f", replicas {describe_ranks(group.replicate_layout)}"
     return Row(
-        name=group.group.name,
-        shard_numel=group.group.shard_numel,
+        name=group.view.name,
+        shard_numel=group.view.shard_numel,
         ranks=ranks,
         weights=_weights_of(group, remarks),
         gradients=remarks.gradients or _gradients_of(group, remarks),
@@ -64,7 +64,7 @@ def _weights_of(group: Group, remarks: Remarks) -> str:
 
 
 def _gradients_of(group: Group, remarks: Remarks) -> str:
-    numel, text = group.group.shard_numel, group.gradients_unquantized_reason
+    numel, text = group.view.shard_numel, group.gradients_unquantized_reason
     if group.reduction is not None:
         config = group.reduction.config
         shown = replace(config, pipeline_chunks=1) if remarks.staged else config
@@ -72,8 +72,8 @@ def _gradients_of(group: Group, remarks: Remarks) -> str:
         if numel >= config.min_numel:
             text += _fine(group, [config.intra_bits, config.inter_bits])
         text += f", {remarks.staged}" if remarks.staged else ""
-    if group.all_reduce is not None and group.replica_layout is not None:
-        text += f", {describe_all_reduce(group.all_reduce.config, group.replica_layout, numel)}"
+    if group.all_reduce is not None and group.replicate_layout is not None:
+        text += f", {describe_all_reduce(group.all_reduce.config, group.replicate_layout, numel)}"
     return text
 
 

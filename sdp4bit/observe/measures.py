@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.group import Group
-from sdp4bit.collectives.sections import Range, pieces_of
+from sdp4bit.collectives.sections import Range, take_ranges
 from sdp4bit.config import TelemetryConfig
 
 _PIECES = 8
@@ -64,7 +64,7 @@ def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
 
 def sample_of(values: Tensor, ranges: Sequence[Range]) -> Tensor:
     """Return a concatenated copy of these ascending ranges of values [n]."""
-    return torch.cat(pieces_of(values, ranges))
+    return torch.cat(take_ranges(values, ranges))
 
 
 def sample_gradient(group: Group, gradient: Tensor, *, sample_numel: int | None) -> Tensor | None:
@@ -98,8 +98,8 @@ def group_squares(group: Group, *, sample_numel: int | None) -> Tensor:
     Args:
         sample_numel: size of the weight sample, taken at the end of a step. None measures the entire shard.
     """
-    numel, replica = group.group.shard_numel, group.replica
-    unknown = torch.full((), math.nan, dtype=torch.float64, device=group.group.device)
+    numel, replica = group.view.shard_numel, group.replica
+    unknown = torch.full((), math.nan, dtype=torch.float64, device=group.view.device)
     gradient, difference, drift = [unknown] * 2, [unknown] * 2, [unknown] * 2
 
     # 1. The gradient that was sampled last. Errors of successive collectives are measured separately and
@@ -137,10 +137,10 @@ def group_squares(group: Group, *, sample_numel: int | None) -> Tensor:
 
 def pending_squares(group: Group) -> Tensor:
     """Return |main - replica|^2 and |main|^2 of a group's change not sent yet, fp64 [2]; sends nothing."""
-    numel = group.group.shard_numel
+    numel = group.view.shard_numel
     sample = None if group.replica is None else group.sample_weights([(0, numel)], may_wait=True)
     if sample is None or not sample[0].numel():
-        return torch.full((2,), math.nan, dtype=torch.float64, device=group.group.device)
+        return torch.full((2,), math.nan, dtype=torch.float64, device=group.view.device)
     main, held = sample
     return torch.stack(squared_norms(held.float() if group.awaits_refresh() else main, main, numel=numel))
 

@@ -60,9 +60,9 @@ class ModelState:
 
     def __init__(self, groups: Sequence[Group], *, telemetry: TelemetryConfig | None = None) -> None:
         self.groups: Sequence[Group] = groups
-        self.telemetry = Telemetry(telemetry, [comm.group.name for comm in groups])
-        for comm in groups:
-            comm.counts_nonfinite = telemetry is not None
+        self.telemetry = Telemetry(telemetry, [group.view.name for group in groups])
+        for group in groups:
+            group.counts_nonfinite = telemetry is not None
         self.step_listeners: list[Callable[[int], None]] = []
         """Called with the step number on every rank, once per step. The step's measures are available and
         the next step has sent nothing yet, so listeners may communicate."""
@@ -85,8 +85,8 @@ class ModelState:
 
     def end_traffic(self) -> None:
         """Assign the bytes sent so far to the last step."""
-        for comm in self.groups:
-            for counter in comm.counters:
+        for group in self.groups:
+            for counter in group.counters:
                 counter.end_step()
 
     def end_step(self) -> None:
@@ -106,28 +106,28 @@ class ModelState:
         for listener in self.step_listeners:
             listener(self.steps)
         if is_due:
-            for comm in self.groups:
+            for group in self.groups:
                 # Otherwise a group without a gradient in the next measured step would report this one again.
-                comm.gradient_sample = comm.nonfinite_groups = None
+                group.gradient_sample = group.nonfinite_groups = None
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def measure(self) -> Measurement:
         """Measure entire weight shards, the changes not sent yet, and the last gradients."""
         squares = self.telemetry.with_last_gradients(self._squares(None))
-        pending = [pending_squares(comm) for comm in self.groups]
+        pending = [pending_squares(group) for group in self.groups]
         unsent = torch.stack(pending) if pending else torch.empty(0, 2, dtype=torch.float64)
         return {**total_measures(squares), "pending": total_error(unsent)}
 
     def _squares(self, sample_numel: int | None) -> Tensor:
         # One group at a time: measuring an entire shard takes several times its memory.
-        rows = [group_squares(comm, sample_numel=sample_numel) for comm in self.groups]
+        rows = [group_squares(group, sample_numel=sample_numel) for group in self.groups]
         return torch.stack(rows) if rows else torch.empty(0, SQUARES, dtype=torch.float64)
 
     @property
     def device(self) -> torch.device | None:
         """The device of the groups; None on a rank without any."""
-        return self.groups[0].group.device if self.groups else None
+        return self.groups[0].view.device if self.groups else None
 
     def traffic_of(self, group: Group) -> Traffic:
         """Return the traffic of a group in the last step, which ends with its optimizer step."""
@@ -156,7 +156,7 @@ class ModelState:
         measured, has_stepped = self.telemetry.by_group(), self.steps or self.step_pending
         found = list[GroupStats]()
         for group in self.groups:
-            traffic, name = self.traffic_of(group), group.group.name
+            traffic, name = self.traffic_of(group), group.view.name
             found.append(
                 {
                     "name": name,

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-PIECE_WORDS = 1 << 15
+STRIPE_WORDS = 1 << 15
 """Words per piece: as many as fit a CPU's caches with their factors."""
 _WORD_BYTES = 8
 
@@ -31,10 +31,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @lru_cache
-def piece_factors(device: torch.device) -> Tensor:
+def stripe_factors(device: torch.device) -> Tensor:
     """Return odd pseudo-random factors of the words of a piece and of their high halves, int64 [2, words]."""
     with torch.inference_mode(False):
-        numbers = torch.arange(2 * PIECE_WORDS, dtype=torch.int64, device=device).view(2, PIECE_WORDS)
+        numbers = torch.arange(2 * STRIPE_WORDS, dtype=torch.int64, device=device).view(2, STRIPE_WORDS)
         factors = _mix((numbers + 1) * signed64(GOLDEN)) | 1
     if device.type == "cuda":
         # Other streams use the factors without synchronization.
@@ -50,8 +50,8 @@ def add_checksum(values: Tensor, *, out: Tensor) -> None:
     an odd multiple of 2^k or 2^(k - 32), which is not zero. Other changes cancel with a probability of 2^-64,
     or of 2^-32 if they are confined to the highest bits of words.
     """
-    words, factors = words_of(values), piece_factors(values.device)
-    for index, part in enumerate(words.split(PIECE_WORDS)):
+    words, factors = words_of(values), stripe_factors(values.device)
+    for index, part in enumerate(words.split(STRIPE_WORDS)):
         low, high = factors[:, : part.numel()].unbind()
         # Pieces share their factors, so each gets another odd number.
         number = signed64((2 * index + 1) * GOLDEN)

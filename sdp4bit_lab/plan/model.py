@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from sdp4bit.collectives.sections import RowParameter, Section, cut_row, merge_ranges
+from sdp4bit.collectives.sections import CutParam, Section, cut_row, merge_ranges
 from sdp4bit.quantization.layout import round_up
 from sdp4bit_lab.common.settings import option, require, require_at_least
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig
@@ -81,7 +81,7 @@ class ShardedGroup:
     def sections(self, *, ranks: int, unit: int, least_padding: bool = False) -> tuple[Section, ...]:
         """Return the sections of a row of trained parameters; see `cut_row`."""
         parameters = [
-            RowParameter(numel=part, is_fine=len(self.shapes[place]) <= 1, number=place)
+            CutParam(numel=part, is_fine=len(self.shapes[place]) <= 1, number=place)
             for place, part in enumerate(self._parts(ranks, least_padding))
             if place not in self.frozen
         ]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_places
-from sdp4bit.collectives.pipeline import SLICES_UNDER_WAY, group_unit, slice_places
+from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_stride_and_length
+from sdp4bit.collectives.pipeline import CHUNKS_UNDER_WAY, cut_into_chunks, group_unit
 from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.quantization.formats import BLOCK, Bits
@@ -113,7 +113,7 @@ def gradient_exchange(
     lengths = [part.numel for part in parts]
     messages: list[tuple[Level, JointLayout, int]] = []
     buffers, sent = [], {"intra": 0, "inter": 0}
-    for chosen in slice_places(lengths, config=config, grid=grid):
+    for chosen in cut_into_chunks(lengths, config=config, grid=grid):
         pieces = [(parts[index], place.stop - place.start) for index, place in chosen]
         intra = _message(pieces, bits=config.intra_bits, group_size=config.intra_group_size, rows=n)
         inter = _message(pieces, bits=config.inter_bits, group_size=config.inter_group_size)
@@ -122,7 +122,7 @@ def gradient_exchange(
         buffers.append(2 * sum(nbytes.values()))
         sent = {level: sent[level] + nbytes[level] for level in sent}
     # Chunks alternate between the buffers, which have the size of the largest chunk's messages.
-    turns = [buffers[turn::SLICES_UNDER_WAY] for turn in range(SLICES_UNDER_WAY)]
+    turns = [buffers[turn::CHUNKS_UNDER_WAY] for turn in range(CHUNKS_UNDER_WAY)]
     # Each hop has a kernel in front that writes its messages, and the next kernel reads them.
     rows, values = dense_bytes * grid.size * sum(lengths), sum(lengths)
     first: Level = "intra" if g > 1 else "inter"
@@ -169,7 +169,7 @@ def all_reduce_exchange(
     count = piece_count(grid)
     pieces = []
     for section in sections or whole_row(numel):
-        _, length = piece_places(section.numel, pieces=count, unit=section.unit)
+        _, length = piece_stride_and_length(section.numel, pieces=count, unit=section.unit)
         pieces.append(replace(section, ranges=((0, length),)))
     over = grid if count == grid.size else replace(grid, nodes=1)
     reduced = gradient_exchange(

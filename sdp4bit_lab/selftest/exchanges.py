@@ -29,7 +29,7 @@ GRADIENTS = {
     "no transform, nearest": GradientConfig(
         hadamard=False, intra_rounding="nearest", inter_rounding="nearest", min_numel=0
     ),
-    "three slices": GradientConfig(pipeline_chunks=3, min_numel=0),
+    "three chunks": GradientConfig(pipeline_chunks=3, min_numel=0),
     "8 bits, groups of 32": GradientConfig(
         inter_bits=8, inter_group_size=32, intra_group_size=32, min_numel=0
     ),

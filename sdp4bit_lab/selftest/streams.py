@@ -61,7 +61,7 @@ SCENARIOS: dict[str, Scenario] = {
     "forward prefetch": Scenario(prepare=_prefetch),
     "unshard(async_op=True)": Scenario(prepare=_unshard_ahead),
     "two models": Scenario(models=2, prepare=_prefetch),
-    "three slices": Scenario(config=SDP4BitConfig(gradients=replace(_GRADIENTS, pipeline_chunks=3))),
+    "three chunks": Scenario(config=SDP4BitConfig(gradients=replace(_GRADIENTS, pipeline_chunks=3))),
 }
 
 

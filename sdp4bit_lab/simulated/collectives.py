@@ -13,7 +13,7 @@ from torch import Tensor
 from sdp4bit.collectives.all_reduce import PieceQuantizer, sections_of
 from sdp4bit.collectives.exchange import GroupExchange, PendingExchange, Use
 from sdp4bit.collectives.pipeline import Steps, advance
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, RowPart
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, SectionRows
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
 from sdp4bit.collectives.topology import Nodes, Topology, arrange
@@ -125,16 +125,16 @@ class SimulatedReduceScatter:
         if self._sums is None or self._sums.shape != rows.shape or self._sums.device != rows.device:
             self._sums = torch.empty_like(rows)
         row, member = self._sums[rank], self._members[rank]
-        parts = member.parts(row, rows.view(-1), sections=sections)
-        self._take(member.slices(parts, call=call, nonfinite=nonfinite), row)
+        cut = member.cut(row, rows.view(-1), sections=sections)
+        self._take(member.chunks(cut, call=call, nonfinite=nonfinite), row)
 
-    def add_parts(self, parts: Sequence[RowPart], row: Tensor, *, call: int) -> None:
+    def add_sections(self, sections: Sequence[SectionRows], row: Tensor, *, call: int) -> None:
         """Add the next rank's sections; their outputs together form this row."""
-        self._take(self._members[len(self._under_way)].slices(parts, call=call), row)
+        self._take(self._members[len(self._under_way)].chunks(sections, call=call), row)
 
-    def _take(self, slices: list[Steps], row: Tensor) -> None:
+    def _take(self, chunks: list[Steps], row: Tensor) -> None:
         """Send the next rank's messages; if its node is complete, also those between nodes."""
-        self._under_way.append((advance(slices), row))
+        self._under_way.append((advance(chunks), row))
         rank, per_node = len(self._under_way) - 1, self._layout.ranks_per_node
         if self._layout.nodes > 1 and per_node > 1 and (rank + 1) % per_node == 0:
             for member, _ in self._under_way[-per_node:]:
@@ -144,8 +144,8 @@ class SimulatedReduceScatter:
         """Pass every rank's row [n] of the sum to take(rank, row), which must copy it."""
         under_way, self._under_way = self._under_way, []
         assert len(under_way) == self._layout.size
-        for rank, (slices, row) in enumerate(under_way):
-            advance(slices)
+        for rank, (chunks, row) in enumerate(under_way):
+            advance(chunks)
             take(rank, row)
 
     @property
@@ -218,12 +218,12 @@ class SimulatedAllReduce:
                 continue
             for each, row in zip(values[first : first + count], rows, strict=True):
                 parts = [
-                    RowPart(
+                    SectionRows(
                         section=part.section, rows=part.pieces(count), output=output, numel=output.numel()
                     )
                     for part, output in zip(sections_of(each, sections), row.split(lengths), strict=True)
                 ]
-                reduction.add_parts(parts, row, call=call)
+                reduction.add_sections(parts, row, call=call)
 
             def take(rank: int, row: Tensor, first: int = first) -> None:
                 quantize(first + rank, row.split(lengths))
@@ -250,7 +250,7 @@ class SimulatedReplica(WeightReplica):
             held.copy_(rows)
         if layout.nodes > 1:
             self._traffic.count_bytes(row_bytes, level="inter", peers=layout.nodes - 1)
-        if self.is_full and layout.ranks_per_node > 1:
+        if self.holds_all_rows and layout.ranks_per_node > 1:
             peers = layout.ranks_per_node - 1
             self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)
 
@@ -270,13 +270,13 @@ class SimulatedReplica(WeightReplica):
             section.put(replica, held)
         if layout.nodes > 1:
             self._traffic.count_messages(message, level="inter", peers=layout.nodes - 1)
-        if self.is_full and layout.ranks_per_node > 1:
+        if self.holds_all_rows and layout.ranks_per_node > 1:
             peers = layout.ranks_per_node - 1
             self._traffic.count_messages(message, level="intra", peers=peers, copies=layout.nodes)
 
     def count_gather(self, row_bytes: int) -> None:
         """Count a gather of weights inside the node, unless every rank holds all of them."""
         layout = self._topology.layout
-        if not self.is_full:
+        if not self.holds_all_rows:
             peers = layout.ranks_per_node - 1
             self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, whole_row
+from sdp4bit.collectives.sections import CutParam, Range, Section, cut_row, whole_row
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.edits import change_squares, is_large_change
@@ -46,10 +46,8 @@ class SimulatedGroup:
         if not separate:
             return whole_row(self.shard_numel)
         parameters = [
-            RowParameter(
-                numel=segment.end - segment.start, is_fine=self._main[segment.name].dim() <= 1, number=number
-            )
-            for number, segment in enumerate(self.rows.segments)
+            CutParam(numel=param.end - param.start, is_fine=self._main[param.name].dim() <= 1, number=number)
+            for number, param in enumerate(self.rows.params)
         ]
         return cut_row(parameters, unit=unit, count=len(parameters))
 
@@ -61,7 +59,7 @@ class SimulatedGroup:
 class SimulatedGroupState(Group):
     """Communication state of one parameter group; counters are per rank."""
 
-    group: SimulatedGroup
+    view: SimulatedGroup
     replica: SimulatedReplica | None
 
     def __init__(
@@ -91,8 +89,8 @@ class SimulatedGroupState(Group):
         return self.resync_wanted
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
-        held = self.group.rows.row(self._held, rank=0)
-        return self.group.sample_main(ranges), sample_of(held, ranges)
+        held = self.view.rows.row(self._held, rank=0)
+        return self.view.sample_main(ranges), sample_of(held, ranges)
 
     def awaits_refresh(self) -> bool:
         return self.is_changed or self.resync_wanted
@@ -100,9 +98,7 @@ class SimulatedGroupState(Group):
     def is_reduced_quantized(self, *, steps: int) -> bool:
         """Return whether a reduction after this many steps is quantized."""
         config = self.gradient_config
-        return (
-            config is not None and self.group.shard_numel >= config.min_numel and steps >= config.start_step
-        )
+        return config is not None and self.view.shard_numel >= config.min_numel and steps >= config.start_step
 
 
 class SimulatedModelState(ModelState):
@@ -190,7 +186,7 @@ class SimulatedCommHandle(CommHandle):
         comm.weights_unquantized_reason = one_node_reason(config.weights, nodes=nodes)
         comm.gradients_unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
         if config.weights is not None and not comm.weights_unquantized_reason:
-            comm.weight_sections = comm.group.sections(
+            comm.weight_sections = comm.view.sections(
                 unit=config.weights.group_size, separate=config.separate_parameters
             )
             comm.replica = SimulatedReplica(
@@ -207,7 +203,7 @@ class SimulatedCommHandle(CommHandle):
             scratch=self._scratch,
         )
         comm.reduction = comm.reductions_of_all.of_rank_0
-        comm.gradient_sections = comm.group.sections(
+        comm.gradient_sections = comm.view.sections(
             unit=comm.reduction.group_unit, separate=config.separate_parameters
         )
 
@@ -255,11 +251,11 @@ class SimulatedCommHandle(CommHandle):
             comm.is_changed = comm.is_gathered = False
 
     def _refresh(self, comm: SimulatedGroupState) -> None:
-        layout = comm.group.rows
+        layout = comm.view.rows
         if comm.replica is None:
             if (comm.is_changed or comm.resync_wanted) and not self._is_shared:
-                for segment in layout.segments:
-                    self._held[segment.name].copy_(self._main[segment.name])
+                for param in layout.params:
+                    self._held[param.name].copy_(self._main[param.name])
             comm.is_changed = comm.resync_wanted = False
             return
         if not (comm.is_changed or comm.resync_wanted):
@@ -284,7 +280,7 @@ class SimulatedCommHandle(CommHandle):
         layout.read_rows(held, self._held)
 
     def _count_gather(self, comm: SimulatedGroupState) -> None:
-        shard_bytes = comm.group.shard_numel * self._dtype.itemsize
+        shard_bytes = comm.view.shard_numel * self._dtype.itemsize
         if comm.replica is None:
             comm.count_dense(comm.weight_traffic, shard_bytes)
         else:
@@ -293,8 +289,8 @@ class SimulatedCommHandle(CommHandle):
 
     def _rows(self, use: str, comm: SimulatedGroupState, dtype: torch.dtype) -> Tensor:
         """Return uninitialized [ranks, n], valid until the next call for this use."""
-        nbytes = comm.group.shard_numel * dtype.itemsize
-        name, device = f"{use} rows", comm.group.device
+        nbytes = comm.view.shard_numel * dtype.itemsize
+        name, device = f"{use} rows", comm.view.device
         return self._scratch.messages(name, self.layout.size, nbytes, device=device).view(dtype)
 
     # -- gradients -------------------------------------------------------------------------------------
@@ -309,7 +305,7 @@ class SimulatedCommHandle(CommHandle):
         for comm in state.groups:
             if comm.reductions_of_all is not None and comm.is_reduced_quantized(steps=state.steps):
                 rows = self._rows("gradient", comm, torch.float32)
-                comm.group.rows.write_rows(gradients, rows)
+                comm.view.rows.write_rows(gradients, rows)
                 nonfinite = None
                 if rank == 0:
                     nonfinite = sample_gradient(comm, rows.view(-1), sample_numel=state.gradient_sample_numel)
@@ -317,8 +313,8 @@ class SimulatedCommHandle(CommHandle):
                     rows, call=comm.reductions, nonfinite=nonfinite, sections=comm.gradient_sections
                 )
                 continue
-            for segment in comm.group.rows.segments:
-                total, gradient = self._sum_of(segment.name), gradients[segment.name]
+            for param in comm.view.rows.params:
+                total, gradient = self._sum_of(param.name), gradients[param.name]
                 if rank == 0:
                     total.copy_(gradient)
                 else:
@@ -329,11 +325,11 @@ class SimulatedCommHandle(CommHandle):
         """Set the gradients of the main weights to the mean over all ranks."""
         ranks = self.layout.size
         for comm in self._state.groups:
-            names = [segment.name for segment in comm.group.rows.segments]
+            names = [param.name for param in comm.view.rows.params]
             reduced = {name: self._sum_of(name) for name in names}
             comm.gradient_bits = None
             if comm.reductions_of_all is not None and comm.is_reduced_quantized(steps=self._state.steps):
-                rows = comm.group.rows
+                rows = comm.view.rows
 
                 def take(
                     rank: int, row: Tensor, rows: RowLayout = rows, reduced: dict[str, Tensor] = reduced
@@ -344,7 +340,7 @@ class SimulatedCommHandle(CommHandle):
                 comm.reductions += 1
                 comm.gradient_bits = comm.reductions_of_all.of_rank_0.bits
             else:
-                comm.count_dense(comm.gradient_traffic, comm.group.shard_numel * torch.float32.itemsize)
+                comm.count_dense(comm.gradient_traffic, comm.view.shard_numel * torch.float32.itemsize)
                 torch._foreach_div_(list(reduced.values()), float(ranks))
             for name in names:
                 self._main_parameters[name].grad = reduced[name]
@@ -368,10 +364,10 @@ class SimulatedCommHandle(CommHandle):
             # A pending full refresh is not saved, because a resumed run starts with one.
             is_due = comm.resync_wanted and not comm.was_loaded
             changed = int(comm.is_changed and not is_due)
-            counters[comm.group.name] = torch.tensor([comm.reductions, comm.refreshes, changed])
+            counters[comm.view.name] = torch.tensor([comm.reductions, comm.refreshes, changed])
             if comm.replica is not None:
-                for segment in comm.group.rows.segments:
-                    name = segment.name
+                for param in comm.view.rows.params:
+                    name = param.name
                     replica[name] = self._main[name].to(self._dtype) if is_due else self._held[name]
         return {
             "format_version": FORMAT_VERSION,
@@ -387,11 +383,11 @@ class SimulatedCommHandle(CommHandle):
         state = self._state
         state.steps, state.step_pending = int(state_dict["steps"]), False
         for comm in state.groups:
-            counters = [int(value) for value in state_dict["groups"][comm.group.name]]
+            counters = [int(value) for value in state_dict["groups"][comm.view.name]]
             comm.reductions, comm.refreshes, changed = counters
             comm.is_changed = bool(changed)
             comm.resync_wanted, comm.is_gathered = True, False
             comm.was_loaded = comm.replica is not None
             if comm.replica is not None:
-                for segment in comm.group.rows.segments:
-                    self._held[segment.name].copy_(state_dict["replica"][segment.name])
+                for param in comm.view.rows.params:
+                    self._held[param.name].copy_(state_dict["replica"][param.name])

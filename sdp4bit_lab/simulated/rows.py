@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Position of one parameter's chunks in the rows of its group."""
+class RowParam:
+    """Position of one parameter's shards in the rows of its group."""
 
     name: str
     start: int
@@ -21,7 +21,7 @@ class Segment:
     length: int
     """Size of the parameter's first dimension."""
 
-    def chunk(self, tensor: Tensor, rank: int) -> Tensor:
+    def shard(self, tensor: Tensor, rank: int) -> Tensor:
         """View a rank's part of a tensor with the parameter's shape; may be empty."""
         first = min(rank * self.per_rank, self.length)
         return tensor[first : min(first + self.per_rank, self.length)]
@@ -31,58 +31,58 @@ class RowLayout:
     """Rows of a parameter group."""
 
     def __init__(self, parameters: Mapping[str, Tensor], *, ranks: int) -> None:
-        """Split every parameter along its first dimension, and pad chunks to equal sizes."""
+        """Split every parameter along its first dimension, and pad shards to equal sizes."""
         self.ranks = ranks
-        self.segments: list[Segment] = []
+        self.params: list[RowParam] = []
         numel = 0
         for name, parameter in parameters.items():
             length = parameter.shape[0]
             per_rank = -(-length // ranks)
             end = numel + per_rank * (parameter.numel() // length)
-            self.segments.append(Segment(name=name, start=numel, end=end, per_rank=per_rank, length=length))
+            self.params.append(RowParam(name=name, start=numel, end=end, per_rank=per_rank, length=length))
             numel = end
         self.numel = numel
         """Values in a row, including padding."""
 
     def write_rows(self, tensors: Mapping[str, Tensor], rows: Tensor) -> None:
         """Write the tensors into the rows [ranks, n], cast to their dtype, with zeros as padding."""
-        for segment in self.segments:
-            tensor, (whole, part) = tensors[segment.name], _split(segment)
-            place = rows[:, segment.start : segment.end]
-            place[:whole].copy_(tensor[: whole * segment.per_rank].reshape(whole, -1))
+        for param in self.params:
+            tensor, (whole, part) = tensors[param.name], _split(param)
+            place = rows[:, param.start : param.end]
+            place[:whole].copy_(tensor[: whole * param.per_rank].reshape(whole, -1))
             if whole < self.ranks:
                 place[whole:].zero_()
             if part:
-                last = tensor[whole * segment.per_rank :].reshape(-1)
+                last = tensor[whole * param.per_rank :].reshape(-1)
                 place[whole, : last.numel()].copy_(last)
 
     def read_rows(self, rows: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Read the tensors from the rows [ranks, n], cast to the tensors' dtype."""
-        for segment in self.segments:
-            tensor, (whole, part) = tensors[segment.name], _split(segment)
-            place = rows[:, segment.start : segment.end]
-            tensor[: whole * segment.per_rank].view(whole, -1).copy_(place[:whole])
+        for param in self.params:
+            tensor, (whole, part) = tensors[param.name], _split(param)
+            place = rows[:, param.start : param.end]
+            tensor[: whole * param.per_rank].view(whole, -1).copy_(place[:whole])
             if part:
-                last = tensor[whole * segment.per_rank :]
+                last = tensor[whole * param.per_rank :]
                 last.copy_(place[whole, : last.numel()].view(last.shape))
 
     def read_row(self, row: Tensor, *, rank: int, tensors: Mapping[str, Tensor]) -> None:
         """Read a rank's parts of the tensors from its row [n]."""
-        for segment in self.segments:
-            chunk = segment.chunk(tensors[segment.name], rank)
-            if chunk.numel():
-                chunk.copy_(row[segment.start : segment.start + chunk.numel()].view(chunk.shape))
+        for param in self.params:
+            shard = param.shard(tensors[param.name], rank)
+            if shard.numel():
+                shard.copy_(row[param.start : param.start + shard.numel()].view(shard.shape))
 
     def row(self, tensors: Mapping[str, Tensor], *, rank: int) -> Tensor:
         """Return a rank's row [n] of tensors with the parameters' shapes."""
         like = next(iter(tensors.values()))
         row = torch.zeros(self.numel, dtype=like.dtype, device=like.device)
-        for segment in self.segments:
-            chunk = segment.chunk(tensors[segment.name], rank).reshape(-1)
-            row[segment.start : segment.start + chunk.numel()].copy_(chunk)
+        for param in self.params:
+            shard = param.shard(tensors[param.name], rank).reshape(-1)
+            row[param.start : param.start + shard.numel()].copy_(shard)
         return row
 
 
-def _split(segment: Segment) -> tuple[int, int]:
-    """Return the number of ranks with a full chunk, and the slices of the next rank."""
-    return divmod(segment.length, segment.per_rank)
+def _split(param: RowParam) -> tuple[int, int]:
+    """Return the number of ranks with a full shard, and the slices of the next rank."""
+    return divmod(param.length, param.per_rank)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.all_reduce import PieceSection
+from sdp4bit.collectives.all_reduce import SectionValues
 from sdp4bit.collectives.sections import Section
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import definition
@@ -212,7 +212,7 @@ def test_pieces_begin_at_blocks_and_cover_everything_without_a_copy() -> None:
         for ranks in (1, 2, 3, 8):
             values = torch.zeros(numel)
             for unit in (32, 384):
-                section = PieceSection(section=Section(unit=unit), values=values.zero_())
+                section = SectionValues(section=Section(unit=unit), values=values.zero_())
                 pieces = section.pieces(ranks)
                 assert pieces.data_ptr() == values.data_ptr()
                 assert pieces.stride(0) % unit == 0 and pieces.shape[1] < numel // ranks + unit * ranks + 1

@@ -1,4 +1,4 @@
-"""Into how many slices a row is cut: chosen by its size and the nodes, or as asked for. Layer: no process."""
+"""Into how many chunks a row is cut: chosen by its size and the nodes, or as asked for. Layer: no process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from sdp4bit.collectives.pipeline import MOST_SLICES, pipeline_chunks, slice_places
+from sdp4bit.collectives.pipeline import MOST_CHUNKS, cut_into_chunks, pipeline_chunks
 from sdp4bit.collectives.topology import Nodes, arrange
 from sdp4bit.config import GradientConfig
 from sdp4bit.observe.explain import describe_gradients
@@ -25,11 +25,11 @@ MILLION = 1_000_000
         (4, 8, 8 * MILLION, 3),  # 495 us, the root of 9.2
         (4, 8, 223 * MILLION, 15),
         (4, 8, 224 * MILLION, 16),
-        (4, 8, 10_000 * MILLION, MOST_SLICES),
+        (4, 8, 10_000 * MILLION, MOST_CHUNKS),
         # 16 x 2: inside the node 54 ps, which is now the shorter level.
-        (16, 2, 5 * MILLION, 1),  # 271 us; a slice costs 78
+        (16, 2, 5 * MILLION, 1),  # 271 us; a chunk costs 78
         (16, 2, 6 * MILLION, 2),
-        # A slice is a message to each node: 302 us with 128 nodes, 2 ms with 1,000.
+        # A chunk is a message to each node: 302 us with 128 nodes, 2 ms with 1,000.
         (2, 8, 26 * MILLION, 3),
         (128, 8, 26 * MILLION // 64, 1),
         (1000, 8, 26 * MILLION // 500, 1),
@@ -52,22 +52,22 @@ def test_a_row_is_cut_where_that_saves_more_than_it_costs(
 def test_what_is_asked_for_is_done() -> None:
     config = GradientConfig(pipeline_chunks=7, intra_group_size=96, inter_group_size=128)
     assert pipeline_chunks(10, config=config, grid=Grid(nodes=1, ranks_per_node=4)) == 7
-    slices = slice_places([10_000], config=config, grid=Grid(nodes=2, ranks_per_node=2))
-    lengths = [place.stop - place.start for ((_, place),) in slices]
+    chunks = cut_into_chunks([10_000], config=config, grid=Grid(nodes=2, ranks_per_node=2))
+    lengths = [place.stop - place.start for ((_, place),) in chunks]
     assert sum(lengths) == 10_000 and all(length % 384 == 0 for length in lengths[:-1])
     assert len(lengths) == 7
-    assert slice_places([], config=config, grid=Grid(nodes=2, ranks_per_node=2)) == []
-    ((_, first),), *_ = slice_places([10_000], config=config, grid=Grid(nodes=1, ranks_per_node=2))
+    assert cut_into_chunks([], config=config, grid=Grid(nodes=2, ranks_per_node=2)) == []
+    ((_, first),), *_ = cut_into_chunks([10_000], config=config, grid=Grid(nodes=1, ranks_per_node=2))
     assert first.stop == 1440  # groups of 96 only
 
 
 def test_slices_hold_several_sections_and_cut_them_between_groups() -> None:
     config = GradientConfig(pipeline_chunks=3, intra_group_size=96, inter_group_size=128)
     lengths = [100, 5000, 33, 400, 1]
-    slices = slice_places(lengths, config=config, grid=Grid(nodes=2, ranks_per_node=2))
-    assert len(slices) == 3
+    chunks = cut_into_chunks(lengths, config=config, grid=Grid(nodes=2, ranks_per_node=2))
+    assert len(chunks) == 3
     found: list[list[slice]] = [[] for _ in lengths]
-    for chosen in slices:
+    for chosen in chunks:
         for section, place in chosen:
             found[section].append(place)
     for length, places in zip(lengths, found, strict=True):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sdp4bit.collectives.pipeline import group_unit
-from sdp4bit.collectives.sections import RowParameter, Section, cut_row, merge_ranges
+from sdp4bit.collectives.sections import CutParam, Section, cut_row, merge_ranges
 from sdp4bit.config import QUANTIZED_BITS, GradientConfig, WeightConfig
 from sdp4bit.traffic import Grid, Traffic
 from tests.collectives.built import BUCKET, SEED, all_reduce_of, reduce_scatter_of, replica_of
@@ -77,7 +77,7 @@ class Row:
         if not self.is_cut:
             return ()
         parameters = [
-            RowParameter(numel=numel, is_fine=index in self.fine, number=index)
+            CutParam(numel=numel, is_fine=index in self.fine, number=index)
             for index, numel in enumerate(self.numels)
         ]
         return cut_row(parameters, unit=unit, count=len(parameters))
@@ -279,7 +279,7 @@ def refresh_on_threads(
             planned = weight_refresh(row.numel, grid=grid, config=config, sections=sections)
             assert_sent(traffic.current_step, [planned])
         traffic.end_step()
-    if replica.is_full:
+    if replica.holds_all_rows:
         return held, None
     gathered = torch.full((mains[0].numel(),), float("nan"), dtype=mains[0].dtype)
     replica.gather(gathered)

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdp4bit.collectives.sections import RowParameter, cut_row
+from sdp4bit.collectives.sections import CutParam, cut_row
 
 UNIT = 384
 LAYOUTS = [(2, 2), (4, 1)]
 NUMELS = [(100, False), (33, True), (2 * UNIT, False), (UNIT, False), (130, False), (1, True), (64, True)]
 """Values of each parameter of a row, and whether it is a norm or a bias."""
 NUMEL = sum(numel for numel, _ in NUMELS)
-PARAMETERS = [RowParameter(numel=n, is_fine=fine, number=i) for i, (n, fine) in enumerate(NUMELS)]
+PARAMETERS = [CutParam(numel=n, is_fine=fine, number=i) for i, (n, fine) in enumerate(NUMELS)]
 SECTIONS = cut_row(PARAMETERS, unit=UNIT, count=len(NUMELS))
 
 
@@ -42,7 +42,7 @@ def test_no_block_and_no_group_has_values_of_two_parameters(
     drawn: list[tuple[int, bool, tuple[str, ...]]], unit: int
 ) -> None:
     owner = torch.cat([torch.full((n,), i) for i, (n, *_) in enumerate(drawn)] or [torch.empty(0)])
-    row = [RowParameter(numel=n, is_fine=fine, number=i, kind=k) for i, (n, fine, k) in enumerate(drawn)]
+    row = [CutParam(numel=n, is_fine=fine, number=i, kind=k) for i, (n, fine, k) in enumerate(drawn)]
     sections = cut_row(row, unit=unit, count=len(row))
     seen = torch.zeros(len(owner), dtype=torch.int64)
     for section in sections:
@@ -70,10 +70,10 @@ def test_the_numbers_of_copies_do_not_depend_on_what_is_split() -> None:
 
     def copies(split: int) -> list[tuple[int, int, int]]:
         row = [
-            RowParameter(numel=split, is_fine=False, number=0, kind="split"),
-            RowParameter(numel=64, is_fine=False, number=1),
-            RowParameter(numel=split, is_fine=True, number=2, kind="split"),
-            RowParameter(numel=40, is_fine=True, number=3),
+            CutParam(numel=split, is_fine=False, number=0, kind="split"),
+            CutParam(numel=64, is_fine=False, number=1),
+            CutParam(numel=split, is_fine=True, number=2, kind="split"),
+            CutParam(numel=40, is_fine=True, number=3),
         ]
         cut = cut_row(row, unit=32, count=4)
         return [(s.call(5), s.numel, s.unit) for s in cut if s.number in (1, 3)]

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from sdp4bit.engines.fsdp2.view import FSDPGroup
+from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.quantization import ops, reference
 from tests.engines.stream_simulator import (
     CPU,
@@ -384,7 +384,7 @@ def simulate(
         for module in ("autograd", "distributed.distributed_c10d"):  # no Mock, which would keep the tensors
             stack.enter_context(mock.patch(f"torch.{module}.has_torch_function", _no_override))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resized))
-        stack.enter_context(mock.patch.object(FSDPGroup, "device", CUDA))
+        stack.enter_context(mock.patch.object(FSDPView, "device", CUDA))
         kernels = Kernels()
         # Not a mock, which would keep the tensors of all calls.
         stack.enter_context(mock.patch.object(ops, "_backend", lambda *_: kernels))  # noqa: PT008

@@ -94,7 +94,7 @@ def test_what_is_measured_before_a_refresh_is_what_it_does() -> None:
     assert comm.measure()["gradient_error"] == stats["gradient_error"]
 
     groups = comm.group_stats()
-    assert [group["name"] for group in groups] == [each.group.name for each in comm.groups]
+    assert [group["name"] for group in groups] == [each.view.name for each in comm.groups]
     for key in ("intra_bytes", "inter_bytes"):
         assert sum(group[key] for group in groups) == pytest.approx(stats["last_step"][key], abs=4)
     for group in groups:
@@ -147,8 +147,7 @@ def check_nonfinite() -> tuple[list[int], list[int], dict[str, Any]]:
     run.evaluate()
     groups = run.comm.group_stats()
     scales = [
-        message_layout(numel=each.group.shard_numel, bits=4, group_size=128).groups
-        for each in run.comm.groups
+        message_layout(numel=each.view.shard_numel, bits=4, group_size=128).groups for each in run.comm.groups
     ]
     return [group["nonfinite_groups"] for group in groups], scales, run.comm.stats()
 

@@ -61,7 +61,7 @@ def check(engine: str) -> None:
     with count_sent_bytes(1) as sent:
         run.train(1)
     expected, gradients = Traffic(), config.gradients
-    for row in (group.group.shard_numel for group in run.comm.groups):
+    for row in (group.view.shard_numel for group in run.comm.groups):
         expected += gradient_exchange(row, grid=shards, config=gradients)
         expected += weight_refresh(row, grid=shards, config=config.weights)
         expected += all_reduce_exchange(row, grid=replicas, config=gradients) if replicas else Traffic()

@@ -157,7 +157,7 @@ def _read_late() -> Any:
     refresh = AllGatherHook._refresh
 
     def read_late(hook: AllGatherHook, row: Any, loaded: Any, main: Any, due: Any) -> None:
-        late = None if main is None else hook._comm.group.main_shard(torch.float32)
+        late = None if main is None else hook._group.view.main_shard(torch.float32)
         refresh(hook, row, loaded, late, due)
 
     return mock.patch.object(AllGatherHook, "_refresh", read_late)
@@ -291,7 +291,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "message buffers of all-reduces of two roots": ("HSDP, two roots", _shared_buffers),
     "message buffers of two slices": (
         "pipeline chunks",
-        lambda: mock.patch.object(exchange, "SLICES_UNDER_WAY", 1),
+        lambda: mock.patch.object(exchange, "CHUNKS_UNDER_WAY", 1),
     ),
     "gradients are used before they are averaged": (
         "DDP",

@@ -122,7 +122,7 @@ def test_an_exception_leaves_the_model_quantized() -> None:
 
     with pytest.raises(KeyError, match="of the step"):
         run.comm.time_steps(step)
-    hooks = [comm.group.comms.all_gather for comm in run.comm.groups]
+    hooks = [comm.view.comms.all_gather for comm in run.comm.groups]
     assert all(isinstance(hook, AllGatherHook) for hook in hooks)
     plain = Run(build(), None).train(BLOCK + 3)
     assert run.train(2).finish() == plain.finish()
@@ -176,7 +176,7 @@ def switched(config: SDP4BitConfig | None, *, quantized_first: int) -> list[floa
     run.evaluate()
     for comm in run.comm.groups:
         if comm.replica is not None:
-            assert torch.equal(comm.replica.own_shard, comm.group.gathered_shard())
+            assert torch.equal(comm.replica.own_shard, comm.view.gathered_shard())
     return run.train(2).finish()
 
 
@@ -190,7 +190,7 @@ def test_full_precision_steps_are_those_of_plain_fsdp2() -> None:
 @on_ranks(2)
 def test_a_handle_that_is_removed_inside_full_precision_leaves_plain_fsdp2() -> None:
     run = Run(build(), QUANTIZED, topology=1)
-    stock = [comm.group for comm in run.comm.groups]
+    stock = [comm.view for comm in run.comm.groups]
     with run.comm.full_precision():
         run.train(1)
         run.comm.remove()

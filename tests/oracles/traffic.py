@@ -1,6 +1,6 @@
 """Bytes that one rank sends, from the formulas of docs/spec.md and docs/method.md.
 
-Only the cuts of a row are the library's: the lengths of sections, and `slice_places`, which
+Only the cuts of a row are the library's: the lengths of sections, and `cut_into_chunks`, which
 tests/collectives/test_pipeline.py checks. Collectives of the communication library count as rings, see
 `sdp4bit.traffic`.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sdp4bit.collectives.pipeline import slice_places
+from sdp4bit.collectives.pipeline import cut_into_chunks
 from sdp4bit.collectives.sections import Section
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Grid, Traffic
@@ -76,7 +76,7 @@ def gradient_exchange(
     cut = sections or row_sections(numel)
     found = Traffic()
     lengths = [section.numel for section in cut]
-    for chosen in slice_places(lengths, config=config, grid=grid):
+    for chosen in cut_into_chunks(lengths, config=config, grid=grid):
         parts = [(cut[index], place.stop - place.start) for index, place in chosen]
         inside = message_bytes(parts, bits=config.intra_bits, group_size=config.intra_group_size, rows=n)
         between = message_bytes(parts, bits=config.inter_bits, group_size=config.inter_group_size)

@@ -17,7 +17,7 @@ from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.sections import Range, pieces_of
+from sdp4bit.collectives.sections import Range, take_ranges
 from sdp4bit.collectives.topology import Nodes, Topology, TopologySpec, create_topologies, destroy_topology
 from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, as_config
@@ -51,13 +51,13 @@ class Bucket:
 
     def sample_main(self, ranges: Sequence[Range]) -> Tensor:
         values = torch.cat([parameter.detach().float().flatten() for parameter in self.parameters])
-        return torch.cat(pieces_of(values, ranges))
+        return torch.cat(take_ranges(values, ranges))
 
 
 class BucketGroup(Group):
     """Communication of one bucket: an all-reduce over all ranks, which hold the same weights."""
 
-    group: Bucket
+    view: Bucket
     how = ""  # description of the last reduction
 
     def remarks(self) -> Remarks:
@@ -181,7 +181,7 @@ class DDPCommState(CommHandle):
                 device=values.device,
                 parameters=(),
             )
-            created = BucketGroup(new, index=index, layout=layout, replicas=layout)
+            created = BucketGroup(new, index=index, layout=layout, replicate=layout)
             created.weights_unquantized_reason = _NOT_SENT
             created.counts_nonfinite = self.config.telemetry is not None
             if self.config.gradients is not None and not self._unquantized_reason():
@@ -197,7 +197,7 @@ class DDPCommState(CommHandle):
                 )
             self._buckets.append(created)
         group: BucketGroup = self._buckets[index]
-        rows, numel = group.group, values.numel()
+        rows, numel = group.view, values.numel()
         self._are_new |= rows.shard_numel != numel
         rows.shard_numel, rows.device, rows.parameters = numel, values.device, bucket.parameters()
         return group
@@ -273,7 +273,7 @@ class DDPCommState(CommHandle):
         del self._buckets[count:]
         if self._are_new:
             # Buckets hold other values now, so earlier measures describe none of them.
-            state.telemetry = Telemetry(self.config.telemetry, [each.group.name for each in self._buckets])
+            state.telemetry = Telemetry(self.config.telemetry, [each.view.name for each in self._buckets])
             if self._alerts is not None:
                 self._alerts.watch(self._buckets, telemetry=state.telemetry)
             self._are_new = False
@@ -301,16 +301,16 @@ class DDPCommState(CommHandle):
     def _audited(self) -> list[ReplicaCopy]:
         return [
             ReplicaCopy(
-                name=f"{group.group.name} (weights)",
-                rows=torch.stack([checksum(parameter.detach()) for parameter in group.group.parameters]),
+                name=f"{group.view.name} (weights)",
+                rows=torch.stack([checksum(parameter.detach()) for parameter in group.view.parameters]),
                 layout=group.layout,
-                process_group=group.group.process_group,
+                process_group=group.view.process_group,
                 is_full=True,
                 traffic=group.weight_traffic,
                 can_be_refreshed=False,
             )
             for group in self._buckets
-            if group.group.process_group is not None
+            if group.view.process_group is not None
         ]
 
     def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:

@@ -35,13 +35,13 @@ from sdp4bit.engines.fsdp2.checks import (
     warn_of_layout,
 )
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
-from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
-from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook, ReplicaGroup
+from sdp4bit.engines.fsdp2.group import FSDPGroup
+from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook, ReplicateGroup
 from sdp4bit.engines.fsdp2.state import load_state, save_state
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
 from sdp4bit.engines.fsdp2.view import (
     CommObjects,
-    FSDPGroup,
+    FSDPView,
     find_groups,
     named_fsdp_modules,
 )
@@ -86,7 +86,7 @@ def quantize_communication(
     # 1. Inspect this rank's model and settings. An error is raised below, on all ranks.
     settings, failure = SDP4BitConfig(), None
     roots: list[nn.Module] = []
-    groups: list[FSDPGroup] = []
+    views: list[FSDPView] = []
     skipped: dict[str, str] = {}
     patterns: list[str] = []
     unmatched: list[str] = []
@@ -94,19 +94,19 @@ def quantize_communication(
         check_torch_version()
         settings = as_config(config)
         roots = local_roots(model)
-        groups = find_groups(roots)
+        views = find_groups(roots)
         patterns = skip_patterns(skip)
-        skipped, unmatched = match_skipped(groups, skip if callable(skip) else patterns)
-        for group in groups:
-            check_group(group, config=settings, is_skipped=group.name in skipped)
-        # All-reduces over replicas are numbered after the groups.
-        are_replicated = any(group.is_hybrid for group in groups)
+        skipped, unmatched = match_skipped(views, skip if callable(skip) else patterns)
+        for view in views:
+            check_group(view, config=settings, is_skipped=view.name in skipped)
+        # All-reduces over the replicate dimension are numbered after the views.
+        are_replicated = any(view.is_hybrid for view in views)
         check_numbers(
-            buckets=len(groups) * (2 if are_replicated else 1),
-            ranks=max((group.data_ranks for group in groups), default=0),
+            buckets=len(views) * (2 if are_replicated else 1),
+            ranks=max((view.data_ranks for view in views), default=0),
         )
     except Exception as caught:  # raising here would leave the other ranks waiting
-        failure, groups = caught, []
+        failure, views = caught, []
     # 2. Agree with the other ranks, or raise on all of them, before anything is changed.
     rows = [
         ShardedRows(
@@ -115,37 +115,37 @@ def quantize_communication(
             shard_numel=g.shard_numel,
             dtypes=tuple(sorted(map(str, g.param_dtypes))),
             skipped=g.name in skipped,
-            parameters=tuple((s.end - s.start, s.sharded.dim()) for s in g.segments),
+            parameters=tuple((s.end - s.start, s.sharded.dim()) for s in g.params),
             unquantizable_weights=unquantizable_weights_reason(g),
         )
-        for g in groups
+        for g in views
     ]
     rows += [
         ShardedRows(
             name=g.name,
-            ranks=g.replica_ranks,
+            ranks=g.replicate_ranks,
             shard_numel=g.shard_numel,
             dtypes=(str(g.reduce_dtype),),
             skipped=g.name in skipped,
-            are_replicas=True,
+            replicate=True,
         )
-        for g in groups
-        if len(g.replica_ranks) > 1
+        for g in views
+        if len(g.replicate_ranks) > 1
     ]
-    is_staged = any(group.staging_comms for group in groups)
+    is_staged = any(view.staging_comms for view in views)
     layouts = agree(
         rows,
         settings={"config": settings, "skip": "a function" if callable(skip) else patterns},
         topology=topology,
         unmatched=unmatched,
         failure=failure,
-        check=partial(check_staging, groups, config=settings, skipped=skipped) if is_staged else None,
+        check=partial(check_staging, views, config=settings, skipped=skipped) if is_staged else None,
     )
     if not layouts.shards:
         raise ValueError("sdp4bit.quantize_communication: no rank has passed an FSDP2 model, all passed []")
-    # 3. Attach, which creates process groups in the same order on all ranks.
-    note = warn_of_layout(groups, layouts, config=settings, skipped=skipped)
-    return FSDPCommHandle(roots, groups=groups, layouts=layouts, config=settings, skipped=skipped, note=note)
+    # 3. Attach, which creates process views in the same order on all ranks.
+    note = warn_of_layout(views, layouts, config=settings, skipped=skipped)
+    return FSDPCommHandle(roots, views=views, layouts=layouts, config=settings, skipped=skipped, note=note)
 
 
 class FSDP2:
@@ -160,18 +160,18 @@ class FSDP2:
 
     def install(self, group: Group) -> Undo:
         """Replace the objects through which FSDP2 communicates for a group."""
-        assert isinstance(group, FSDPGroupState)
-        stock = group.group.comms
+        assert isinstance(group, FSDPGroup)
+        stock = group.view.comms
         # A quantizer needs sums, because Python cannot read the factor of PREMUL_SUM. Without a quantizer the
         # operation stays, for identical results.
-        previous = group.group.install(
+        previous = group.view.install(
             CommObjects(
                 all_gather=AllGatherHook(group, self._state, stock=stock.all_gather),
                 reduce_scatter=ReduceScatterHook(group, self._state, stock=stock.reduce_scatter),
                 force_sum=stock.force_sum or bool(group.gradient_quantizers),
-                replicas=stock.replicas
-                if stock.replicas is None or group.replica_layout is None
-                else cast(ProcessGroup, ReplicaGroup(group, self._state, stock=stock.replicas)),
+                replicate=stock.replicate
+                if stock.replicate is None or group.replicate_layout is None
+                else cast(ProcessGroup, ReplicateGroup(group, self._state, stock=stock.replicate)),
             )
         )
         return partial(_restore, group, previous)
@@ -187,9 +187,9 @@ class FSDP2:
         """Watch optimizers, loads and forwards, which together show the boundary of a step."""
         state = self._state
         if state.groups:
-            yield state.steps_seen.watch_optimizers()
-        for comm in state.groups:
-            yield from map(state.aliases.watch, comm.group.segments)
+            yield state.step_observer.watch_optimizers()
+        for group in state.groups:
+            yield from map(state.aliases.watch, group.view.params)
         for root in self._roots:
             fsdp_modules = [module for _, module in named_fsdp_modules(root)]
             # On FSDP modules too, because a user may load only a part of the model.
@@ -200,13 +200,13 @@ class FSDP2:
                 yield module.register_forward_pre_hook(state.note_forward, prepend=True)
 
 
-def _restore(comm: FSDPGroupState, previous: CommObjects) -> None:
+def _restore(group: FSDPGroup, previous: CommObjects) -> None:
     try:
         # A failed forward may have left transfers that read and write the replica.
-        if comm.replica is not None:
-            comm.replica.wait()
+        if group.replica is not None:
+            group.replica.wait()
     finally:
-        comm.group.install(previous)
+        group.view.install(previous)
 
 
 class FSDPCommHandle(CommHandle):
@@ -219,43 +219,43 @@ class FSDPCommHandle(CommHandle):
         self,
         roots: Sequence[nn.Module],
         *,
-        groups: Sequence[FSDPGroup],
+        views: Sequence[FSDPView],
         layouts: AgreedNodes,
         config: SDP4BitConfig,
         skipped: dict[str, str],
         note: str,
     ) -> None:
-        comms = [
-            FSDPGroupState(
-                group,
+        groups = [
+            FSDPGroup(
+                view,
                 index=index,
-                layout=layouts.shards[group.ranks],
-                replicas=layouts.replicas.get(group.replica_ranks) if group.is_hybrid else None,
+                layout=layouts.shards[view.ranks],
+                replicate=layouts.replicate.get(view.replicate_ranks) if view.is_hybrid else None,
             )
-            for index, group in enumerate(groups)
+            for index, view in enumerate(views)
         ]
-        for comm in comms:
-            comm.weights_unquantized_reason, comm.gradients_unquantized_reason = unquantized_reasons(
-                comm.group, layouts, config=config, skipped=skipped
+        for group in groups:
+            group.weights_unquantized_reason, group.gradients_unquantized_reason = unquantized_reasons(
+                group.view, layouts, config=config, skipped=skipped
             )
-            comm.separate_parameters = config.separate_parameters
-            if config.weights is not None and not comm.weights_unquantized_reason:
-                sections = comm.group.weight_sections(
+            group.separate_parameters = config.separate_parameters
+            if config.weights is not None and not group.weights_unquantized_reason:
+                sections = group.view.weight_sections(
                     unit=config.weights.group_size, separate=config.separate_parameters
                 )
-                comm.make_replica = partial(WeightReplica, sections=sections, values=comm.group.value_ranges)
-        state = FSDPModelState(comms, telemetry=config.telemetry)
+                group.make_replica = partial(WeightReplica, sections=sections, values=group.view.value_ranges)
+        state = FSDPModelState(groups, telemetry=config.telemetry)
         super().__init__(state, config=config, note=note)
         with self._attaching() as undo:
-            build(comms, layouts=layouts, config=config, undo=undo)
+            build(groups, layouts=layouts, config=config, undo=undo)
             state.decision_group = host_group(purpose="decisions", undo=undo)
             undo.callback(setattr, state, "decision_group", None)
             # Without sdp4bit, FSDP2 gathers the main weights again.
-            undo.callback(state.reshard, comms)
-            for comm in comms:
-                undo.callback(setattr, comm.group, "is_attached", False)
-                comm.group.is_attached = True
-            self._install(FSDP2(roots, state), undo=undo, watched=comms)
+            undo.callback(state.reshard, groups)
+            for group in groups:
+                undo.callback(setattr, group.view, "is_attached", False)
+                group.view.is_attached = True
+            self._install(FSDP2(roots, state), undo=undo, watched=groups)
         self._log_attached()
 
     def mark_step(self) -> None:
@@ -264,7 +264,7 @@ class FSDPCommHandle(CommHandle):
         Its changes are then sent as differences of any size. Without this call they are detected as edits.
         """
         self._check_attached()
-        self._state.steps_seen.note_step()
+        self._state.step_observer.note_step()
 
     def resync(self) -> None:
         """Refresh the replicas in full precision at the next forward; call it on all ranks.
@@ -276,7 +276,7 @@ class FSDPCommHandle(CommHandle):
         self._state.request_resync()
 
     def _check_switch(self) -> None:
-        groups = [comm.group for comm in self._state.groups]
+        groups = [group.view for group in self._state.groups]
         if in_backward() or any(group.forward_leader or not group.is_idle for group in groups):
             raise RuntimeError(
                 "full_precision or time_steps was called during forward or backward: call it between steps"
@@ -285,22 +285,22 @@ class FSDPCommHandle(CommHandle):
 
     def _check_left(self) -> None:
         # Quantized sums and FSDP2's means must not be added.
-        for comm in self._state.groups:
-            if comm.group.has_partial_gradients:
-                raise RuntimeError(f"{comm.group.name} {PARTIAL_GRADIENTS}")
+        for group in self._state.groups:
+            if group.view.has_partial_gradients:
+                raise RuntimeError(f"{group.view.name} {PARTIAL_GRADIENTS}")
 
     def _audited(self) -> list[ReplicaCopy]:
-        mains = [comm.main_copy() for comm in self._state.groups]
+        mains = [group.main_copy() for group in self._state.groups]
         return [*super()._audited(), *(copy for copy in mains if copy is not None)]
 
     def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         state = self._state
         # Tensor-parallel ranks must refresh their copies of a parameter identically.
         if config.on_mismatch == "resync" and state.groups:
-            flags = torch.tensor([int(comm in wrong) for comm in state.groups])
+            flags = torch.tensor([int(group in wrong) for group in state.groups])
             flags = state.over_copies(flags, state.groups)
-            wrong = [comm for comm, flag in zip(state.groups, flags.tolist(), strict=True) if flag]
-        mismatched = [comm for comm in state.groups if comm in wrong]
+            wrong = [group for group, flag in zip(state.groups, flags.tolist(), strict=True) if flag]
+        mismatched = [group for group in state.groups if group in wrong]
         state.request_resync(mismatched)
         return mismatched
 

@@ -12,13 +12,13 @@ from torch import nn
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
-from sdp4bit.engines.fsdp2.view import FSDPGroup, named_fsdp_modules
+from sdp4bit.engines.fsdp2.view import FSDPView, named_fsdp_modules
 from sdp4bit.observe.explain import OFF, ONE_RANK, one_node_note, one_node_reason
 from sdp4bit.quantization.checks import VALUE_DTYPES
 
 PARTIAL_GRADIENTS = (
-    "holds gradients that FSDP2 has not all-reduced over replicas: finish the accumulation first, by a "
-    "backward with set_requires_all_reduce(True), or discard them with model.reset_iter_state()"
+    "holds gradients that FSDP2 has not all-reduced over the replicate dimension: finish the accumulation "
+    "first, by a backward with set_requires_all_reduce(True), or discard them with model.reset_iter_state()"
 )
 _OTHER_ENGINES = {
     "torch.distributed.fsdp.fully_sharded_data_parallel": (
@@ -82,7 +82,7 @@ def skip_patterns(skip: Collection[str] | Callable[[str], bool] | None) -> list[
 
 
 def match_skipped(
-    groups: Sequence[FSDPGroup], skip: Sequence[str] | Callable[[str], bool]
+    groups: Sequence[FSDPView], skip: Sequence[str] | Callable[[str], bool]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the groups to leave in full precision, with the reason, and the patterns without a match."""
     reasons: dict[str, str] = {}
@@ -100,7 +100,7 @@ def match_skipped(
     return reasons, [] if callable(skip) else [pattern for pattern in skip if pattern not in used]
 
 
-def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) -> None:
+def check_group(group: FSDPView, *, config: SDP4BitConfig, is_skipped: bool) -> None:
     """Raise ValueError for a group that is not supported."""
     if group.is_attached:
         raise ValueError(
@@ -136,7 +136,7 @@ def check_group(group: FSDPGroup, *, config: SDP4BitConfig, is_skipped: bool) ->
 
 
 def check_staging(
-    groups: Sequence[FSDPGroup], layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+    groups: Sequence[FSDPView], layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
 ) -> None:
     """Raise ValueError if special memory was requested for a collective that quantization replaces."""
     collectives = {"weights": "all-gather of its weights", "gradients": "reduce-scatter of its gradients"}
@@ -152,7 +152,7 @@ def check_staging(
                 )
 
 
-def unquantizable_weights_reason(group: FSDPGroup) -> str:
+def unquantizable_weights_reason(group: FSDPView) -> str:
     """Return why a group's weights cannot be quantized with any settings; "" if they can."""
     names = sorted(str(dtype).removeprefix("torch.") for dtype in group.param_dtypes)
     if group.subclass_reason:
@@ -167,11 +167,11 @@ def unquantizable_weights_reason(group: FSDPGroup) -> str:
 
 
 def unquantized_reasons(
-    group: FSDPGroup, layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+    group: FSDPView, layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
 ) -> tuple[str, str]:
     """Return why a group's weights and its gradients are not quantized; "" if they are.
 
-    With ONE_RANK, gradients may still be summed over the replicas of HSDP.
+    With ONE_RANK, gradients may still be summed over the replicate dimension.
     """
     layout, skip = layouts.shards[group.ranks], skipped.get(group.name, "")
     alone = ONE_RANK if layout.size == 1 else ""
@@ -188,22 +188,22 @@ def unquantized_reasons(
     return weights, gradients
 
 
-def _nodes_of(group: FSDPGroup, layouts: AgreedNodes) -> int:
+def _nodes_of(group: FSDPView, layouts: AgreedNodes) -> int:
     """Return 1 if all ranks that share the group's parameters are on one node, else more."""
     if not group.is_hybrid:
         return layouts.shards[group.ranks].nodes
-    # Includes the layouts of other shards and replicas, so that all of these ranks get the same result.
+    # Includes the layouts of the other ranks, so that all of these ranks get the same result.
     sharing = group.sharing_ranks
-    everything = [*layouts.shards.items(), *layouts.replicas.items()]
+    everything = [*layouts.shards.items(), *layouts.replicate.items()]
     return max(layout.nodes for ranks, layout in everything if sharing.issuperset(ranks))
 
 
 def warn_of_layout(
-    groups: Sequence[FSDPGroup], layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+    groups: Sequence[FSDPView], layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
 ) -> str:
     """Warn about groups that are not quantized and settings that harm; return the note for `explain()`."""
     reasons = [unquantized_reasons(group, layouts, config=config, skipped=skipped) for group in groups]
-    # Sharding inside a node is sensible if replicas are on other nodes.
+    # Sharding inside a node is sensible if HSDP's replicate dimension crosses nodes.
     inside = [_nodes_of(group, layouts) == 1 for group in groups]
     note = one_node_note(
         [each if is_inside else ("", "") for each, is_inside in zip(reasons, inside, strict=True)]
@@ -217,12 +217,12 @@ def warn_of_layout(
     if dense:
         more = f" and {len(dense) - 3} more" if len(dense) > 3 else ""
         messages.append(f"weights are left to FSDP2 in {', '.join(dense[:3])}{more}; see explain()")
-    if groups and not any(segment.local.numel() for group in groups for segment in group.segments):
+    if groups and not any(param.local.numel() for group in groups for param in group.params):
         messages.append(
             "this rank holds only padding, so its optimizer cannot show when a step is taken: call "
             "comm.mark_step() here whenever the other ranks step"
         )
-    if groups and all(layouts.shards[g.ranks].size == 1 == len(g.replica_ranks) for g in groups):
+    if groups and all(layouts.shards[g.ranks].size == 1 == len(g.replicate_ranks) for g in groups):
         messages.append("every group is sharded over one rank, so nothing is sent or quantized")
     if any(group.reduce_dtype == torch.float16 for group in groups):
         messages.append(

@@ -24,9 +24,9 @@ from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.edits import is_large_change
 from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT, Event, Flags
-from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
+from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
-from sdp4bit.engines.fsdp2.view import ParamSegment, reduce_over_copies, tensor_version
+from sdp4bit.engines.fsdp2.view import ParamView, reduce_over_copies, tensor_version
 from sdp4bit.engines.handle import logger
 from sdp4bit.observe.stats import ModelState
 
@@ -47,14 +47,14 @@ class StepObserver:
 
     def __init__(
         self,
-        segments: Sequence[ParamSegment],
+        params: Sequence[ParamView],
         *,
         count: Callable[[Sequence[object]], None],
         after_step: Callable[..., None],
     ) -> None:
         """Call `count` with the parameters of each step, `after_step` once per step or backward."""
-        self._segments, self._count, self._after_step = segments, count, after_step
-        self._known: dict[int, ParamSegment] = {}
+        self._params, self._count, self._after_step = params, count, after_step
+        self._known: dict[int, ParamView] = {}
         # Optimizers of other models, by id, with the ids of their parameters.
         self._foreign: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = {}
         self._stepping_in = -1
@@ -90,7 +90,7 @@ class StepObserver:
         """Record an optimizer step if it includes a parameter of the model (None: reported by the user)."""
         params: list[object] = []
         if optimizer is None:
-            params += (segment.sharded for segment in self._segments)
+            params += (param.sharded for param in self._params)
         else:
             params += (param for group in optimizer.param_groups for param in group["params"])
             if self._is_foreign(optimizer, params):
@@ -125,16 +125,16 @@ class StepObserver:
             self._known = self._table()
         return any(map(self._is_ours, params))
 
-    def _table(self) -> dict[int, ParamSegment]:
-        return {id(segment.sharded): segment for segment in self._segments}
+    def _table(self) -> dict[int, ParamView]:
+        return {id(param.sharded): param for param in self._params}
 
     def _is_ours(self, param: object) -> bool:
-        segment = self._known.get(id(param))
-        return segment is not None and segment.sharded is param
+        known = self._known.get(id(param))
+        return known is not None and known.sharded is param
 
     def detach(self) -> None:
         """Drop all references to the model."""
-        self._segments, self._known = (), {}
+        self._params, self._known = (), {}
 
 
 def _on_device(rate: float | Tensor) -> bool:
@@ -158,15 +158,15 @@ class StateDictAliases:
         self._kept: dict[str, list[tuple[weakref.ref[DTensor], Version]]] = {}
         self._written: set[str] = set()
 
-    def watch(self, segment: ParamSegment) -> RemovableHandle:
+    def watch(self, param: ParamView) -> RemovableHandle:
         """Watch state dicts with this parameter until the hook is removed."""
-        owner, own_name = segment.owner
+        owner, own_name = param.owner
 
         def after_state_dict(_: nn.Module, state_dict: dict[str, DTensor], prefix: str, *__: object) -> None:
             value = state_dict.get(prefix + own_name)
             if value is not None and hasattr(value, "_local_tensor"):
-                self._look(segment.name)
-                self._latest[segment.name] = value, tensor_version(value)
+                self._look(param.name)
+                self._latest[param.name] = value, tensor_version(value)
 
         hook: RemovableHandle = owner.register_state_dict_post_hook(after_state_dict)
         return hook
@@ -201,27 +201,29 @@ class StateDictAliases:
 class FSDPModelState(ModelState):
     """The groups of one attached model, their step count, and the events their ranks agree on."""
 
-    groups: Sequence[FSDPGroupState]
+    groups: Sequence[FSDPGroup]
 
-    def __init__(self, groups: Sequence[FSDPGroupState], *, telemetry: TelemetryConfig | None = None) -> None:
+    def __init__(self, groups: Sequence[FSDPGroup], *, telemetry: TelemetryConfig | None = None) -> None:
         super().__init__(groups, telemetry=telemetry)
         self.aliases = StateDictAliases()
         # Weak references, because a dropped model must not wait for the garbage collector.
         model = weakref.proxy(self)
-        self.steps_seen = StepObserver(
-            [segment for comm in groups for segment in comm.group.segments],
+        self.step_observer = StepObserver(
+            [param for group in groups for param in group.view.params],
             count=partial(FSDPModelState._count_step, model),
             after_step=partial(FSDPModelState.after_step, model),
         )
         self._stepped: set[int] = set()  # see `_count_step`
         self._leader: weakref.ref[object] | None = None
-        self._seen: set[int] = set()
+        self._gathered: set[int] = set()
         self._contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()  # all of their groups have a handle
         # The job's process group for CPU tensors, if FSDP2's own takes none.
         self.decision_group: ProcessGroup | None = None
         # FSDP2 gathers parameters, so a hook sees each forward.
-        self.communicates = any(comm.layout.size > 1 for comm in groups)
-        self.counts_reductions = self.communicates or any(comm.replica_layout is not None for comm in groups)
+        self.communicates = any(group.layout.size > 1 for group in groups)
+        self.counts_reductions = self.communicates or any(
+            group.replicate_layout is not None for group in groups
+        )
         # Gradients were reduced on this rank since the last step boundary.
         self._is_reduced = False
         self._has_gradients = True
@@ -231,12 +233,12 @@ class FSDPModelState(ModelState):
     @cached_property
     def unshard_stream(self) -> SideStream:
         """The stream for refreshes and gathers of `unshard(async_op=True)`."""
-        return SideStream(self.groups[0].group.device)
+        return SideStream(self.groups[0].view.device)
 
-    def note_reduction(self, comm: FSDPGroupState) -> None:
+    def note_reduction(self, group: FSDPGroup) -> None:
         """Record that gradients of a group are being reduced."""
-        comm.fresh.note_reduction()
-        self.steps_seen.is_reduced = True
+        group.fresh.note_reduction()
+        self.step_observer.is_reduced = True
         # The next gather outside of backward begins a new forward.
         self._is_reduced, self._leader = True, None
 
@@ -260,18 +262,18 @@ class FSDPModelState(ModelState):
         self.aliases.forget_writes()  # some optimizers' writes look like a load
         if self.counts_reductions and self._is_reduced:
             self.step_pending = True
-        for comm in self.groups:
-            comm.fresh.note_step(by_hand=by_hand)
-            if comm.has_unsummed_gradients():
+        for group in self.groups:
+            group.fresh.note_step(by_hand=by_hand)
+            if group.has_unsummed_gradients():
                 self.warn_once(
                     "sdp4bit: an optimizer has stepped with gradients that were reduced over shards but not "
-                    f"over replicas since ({comm.group.name}). Either the last backward had "
+                    f"over the replicate dimension since ({group.view.name}). Either the last backward had "
                     "set_requires_all_reduce(False), or FSDP2 all-reduced them in full precision over a "
                     "process group that was set after sdp4bit attached"
                 )
-        self.reshard([comm for comm in self.groups if comm.fresh.seen.has_stepped])
+        self.reshard([group for group in self.groups if group.fresh.seen.has_stepped])
 
-    def before_all_reduce(self, comm: FSDPGroupState) -> None:
+    def before_all_reduce(self, group: FSDPGroup) -> None:
         """Detect step boundaries if nothing is gathered, because no hook then sees a forward."""
         if self.communicates:
             return
@@ -279,7 +281,7 @@ class FSDPModelState(ModelState):
         # holds all parameters, so its optimizers see every step.
         if self.step_pending:
             self.end_step()
-        self.steps_seen.is_reduced = self._is_reduced = True
+        self.step_observer.is_reduced = self._is_reduced = True
 
     def end_step(self) -> None:
         self._is_reduced = False
@@ -287,7 +289,7 @@ class FSDPModelState(ModelState):
 
     def forget_events(self) -> None:
         """Forget the step that this rank has seen; a loaded state replaces it."""
-        self.step_pending = self._is_reduced = self.steps_seen.is_reduced = False
+        self.step_pending = self._is_reduced = self.step_observer.is_reduced = False
 
     def note_forward(self, *_: object) -> None:
         """Record whether a forward that begins has gradients; FSDP2 gathers without them in any case."""
@@ -295,31 +297,31 @@ class FSDPModelState(ModelState):
 
     def note_load(self, *_: object) -> None:
         """Record that a state dict was loaded on this rank; a hook of torch.nn modules."""
-        for comm in self.groups:
-            comm.fresh.seen.was_loaded = True
+        for group in self.groups:
+            group.fresh.seen.was_loaded = True
 
-    def request_resync(self, comms: Collection[FSDPGroupState] | None = None) -> None:
+    def request_resync(self, groups: Collection[FSDPGroup] | None = None) -> None:
         """Request a full-precision refresh of these groups (None: all); called on all ranks."""
-        comms = self.groups if comms is None else comms
-        self.reshard(comms)
-        for comm in comms:
-            comm.fresh.apply(Event.RESYNC)
+        groups = self.groups if groups is None else groups
+        self.reshard(groups)
+        for group in groups:
+            group.fresh.apply(Event.RESYNC)
 
-    def reshard(self, comms: Iterable[FSDPGroupState]) -> None:
+    def reshard(self, groups: Iterable[FSDPGroup]) -> None:
         """Free unsharded parameters that are not in use, so that the next forward gathers them again."""
-        for comm in comms:
+        for group in groups:
             # A group that is in use by a forward or backward is resharded by FSDP2 afterwards.
-            if comm.group.is_unsharded and comm.group.is_idle:
-                comm.group.module.reshard()
+            if group.view.is_unsharded and group.view.is_idle:
+                group.view.module.reshard()
 
-    def before_unshard(self, comm: FSDPGroupState) -> None:
+    def before_unshard(self, group: FSDPGroup) -> None:
         """Make the ranks agree on changes of the weights; called outside of backward."""
         # The first gather of a forward reduces the flags of all groups of its root. A gather outside of
         # forward reduces those of its own group.
-        leader = comm.group.forward_leader
-        if leader is not None and comm.group.context not in self._contexts:
-            self._contexts.add(comm.group.context)
-            names = comm.group.find_unattached()
+        leader = group.view.forward_leader
+        if leader is not None and group.view.context not in self._contexts:
+            self._contexts.add(group.view.context)
+            names = group.view.find_unattached()
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise RuntimeError(
@@ -328,37 +330,37 @@ class FSDPModelState(ModelState):
                     "fully_shard, with the root of the model. skip= leaves modules in full precision"
                 )
         if leader is None:
-            self._agree([comm])
+            self._agree([group])
         else:
             # FSDP2 does not announce a forward. It begins with the leader's group, unless that stayed
             # unsharded. Then a new leader, or a group that was already gathered, shows a new forward.
             is_known = self._leader is not None and self._leader() is leader
-            if comm.group.leads(leader) or not is_known or comm.index in self._seen:
+            if group.view.leads(leader) or not is_known or group.index in self._gathered:
                 self._leader = weakref.ref(leader)
-                self._seen.clear()
-                self._agree([each for each in self.groups if each.group.context is comm.group.context])
-            self._seen.add(comm.index)
+                self._gathered.clear()
+                self._agree([each for each in self.groups if each.view.context is group.view.context])
+            self._gathered.add(group.index)
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def _agree(self, comms: Sequence[FSDPGroupState]) -> None:
+    def _agree(self, groups: Sequence[FSDPGroup]) -> None:
         """Combine the events of all ranks of these groups, and end the step if their weights have changed."""
         # 1. Loads into the tensors of a state dict, for each group because they are reported once.
-        names = (s.name for comm in comms for s in comm.group.segments if s.is_on_all_ranks)
+        names = (s.name for group in groups for s in group.view.params if s.is_on_all_ranks)
         if self.aliases.take_loads(names):
-            for comm in comms:
-                comm.fresh.seen.was_loaded = True
-        self._log_stateless_load(comms)
+            for group in groups:
+                group.fresh.seen.was_loaded = True
+        self._log_stateless_load(groups)
         # 2. One reduction for the groups of the same ranks. All of these ranks come here, and reduce in the
         # same order, whatever each of them has seen.
-        asked: dict[int, list[FSDPGroupState]] = {}
-        for comm in comms:  # by their layout, which groups share; its ranks would take long to hash
-            asked.setdefault(id(comm.layout), []).append(comm)
+        asked: dict[int, list[FSDPGroup]] = {}
+        for group in groups:  # by their layout, which groups share; its ranks would take long to hash
+            asked.setdefault(id(group.layout), []).append(group)
         changed, reduced = self.step_pending, self._is_reduced
         for together in asked.values():
             if together[0].layout.size == 1:
                 continue
-            (changed, reduced), flags = self._reduced_flags(together, (changed, reduced))
+            (changed, reduced), flags = self._agreed_flags(together, (changed, reduced))
             # Weights that another kind of optimizer has changed are found as edits.
             changed = changed or any(flag.edited for flag in flags.values())
             self._decide(flags)
@@ -366,35 +368,35 @@ class FSDPModelState(ModelState):
         if changed and reduced:
             self.end_step()
 
-    def _decide(self, flags: Mapping[FSDPGroupState, Flags]) -> None:
+    def _decide(self, flags: Mapping[FSDPGroup, Flags]) -> None:
         """Let the events of all ranks change the states of groups with a replica."""
         # Rows of a checkpoint are used for all groups or for none.
         has_misfit = any(flag.misfit for flag in flags.values())
-        measured: list[FSDPGroupState] = []
-        for comm, flag in flags.items():
-            if comm.fresh.agree(flag._replace(misfit=has_misfit)):
+        measured: list[FSDPGroup] = []
+        for group, flag in flags.items():
+            if group.fresh.agree(flag._replace(misfit=has_misfit)):
                 self.warn_once(
                     "sdp4bit: the loaded communication state was not saved with these weights, by these "
                     "ranks and with this layout, or the weights were edited after the last forward. "
-                    f"Replicas are refreshed in full precision instead ({comm.group.name} first)"
+                    f"Replicas are refreshed in full precision instead ({group.view.name} first)"
                 )
-            if comm.fresh.needs_size(flag, sends_differences=comm.sends_differences):
-                measured.append(comm)
+            if group.fresh.needs_size(flag, sends_differences=group.sends_differences):
+                measured.append(group)
         if not measured:
             return
         # The host waits for the device because its next collective depends on the result; edits are rare.
-        squares = torch.stack([comm.change_squares() for comm in measured]).cpu()
+        squares = torch.stack([group.change_squares() for group in measured]).cpu()
         self._reduce(squares, measured[0], op=dist.ReduceOp.SUM, what="agreement on the size of edits")
         is_large = self.over_copies(is_large_change(squares).to(torch.int32), measured).tolist()
-        for comm, large in zip(measured, is_large, strict=True):
-            sends = comm.sends_differences
-            comm.fresh.agree_on_size(flags[comm], is_large=bool(large), sends_differences=sends)
+        for group, large in zip(measured, is_large, strict=True):
+            sends = group.sends_differences
+            group.fresh.agree_on_size(flags[group], is_large=bool(large), sends_differences=sends)
 
-    def _log_stateless_load(self, comms: Sequence[FSDPGroupState]) -> None:
+    def _log_stateless_load(self, groups: Sequence[FSDPGroup]) -> None:
         """Log once, on rank 0, if training starts with loaded weights but without the state of a handle."""
         loaded = (
             c.fresh.seen.was_loaded and c.replica is not None and c.fresh.state not in FROM_CHECKPOINT
-            for c in comms
+            for c in groups
         )
         if not self.steps and not self._has_logged and dist.get_rank() == 0 and any(loaded):
             self._has_logged = True
@@ -403,59 +405,57 @@ class FSDPModelState(ModelState):
                 "weights. If this resumes a run, it is not bit-exact: save the handle with the model"
             )
 
-    def _reduced_flags(
-        self, comms: Sequence[FSDPGroupState], own: tuple[bool, bool]
-    ) -> tuple[tuple[bool, bool], dict[FSDPGroupState, Flags]]:
+    def _agreed_flags(
+        self, groups: Sequence[FSDPGroup], own: tuple[bool, bool]
+    ) -> tuple[tuple[bool, bool], dict[FSDPGroup, Flags]]:
         """Return the events that any rank has seen, for the groups with a replica.
 
         Args:
-            comms: groups of the same ranks.
+            groups: groups of the same ranks.
             own: whether weights have changed and gradients were reduced on this rank; returned for all.
         """
-        over, comms = comms[0], [comm for comm in comms if comm.replica is not None]
-        found = {comm: comm.fresh.find_edits() for comm in comms}
-        edits = {comm: edit for comm, edit in found.items() if edit is not None}
+        over, groups = groups[0], [group for group in groups if group.replica is not None]
+        found = {group: group.fresh.find_edits() for group in groups}
+        edits = {group: edit for group, edit in found.items() if edit is not None}
         edited = dict(zip(edits, torch.stack(list(edits.values())).tolist(), strict=True)) if edits else {}
         seen = [
-            comm.fresh.flags(
-                edited=edited.get(comm, False),
-                is_torn=comm.replica is not None and comm.replica.is_torn,
+            group.fresh.flags(
+                edited=edited.get(group, False),
+                is_torn=group.replica is not None and group.replica.is_torn,
                 has_gradients=self._has_gradients,
             )
-            for comm in comms
+            for group in groups
         ]
         # On the CPU: apart from the checksums, the flags do not depend on the GPU, so a step need not wait
         # for it.
         padding = [False] * (len(Flags._fields) - len(own))
         flags = torch.tensor([(*own, *padding), *seen], dtype=torch.int32)
         self._reduce(flags, over, op=dist.ReduceOp.MAX, what="agreement on changed weights")
-        rows = self.over_copies(flags[1:], comms).tolist()
+        rows = self.over_copies(flags[1:], groups).tolist()
         changed, reduced, *_ = flags[0].tolist()
-        reduced_flags = (Flags(*map(bool, row)) for row in rows)
-        return (bool(changed), bool(reduced)), dict(zip(comms, reduced_flags, strict=True))
+        agreed_flags = (Flags(*map(bool, row)) for row in rows)
+        return (bool(changed), bool(reduced)), dict(zip(groups, agreed_flags, strict=True))
 
-    def _reduce(
-        self, values: Tensor, over: FSDPGroupState, *, op: dist.ReduceOp.RedOpType, what: str
-    ) -> None:
-        group = self.decision_group or over.group.process_group
+    def _reduce(self, values: Tensor, over: FSDPGroup, *, op: dist.ReduceOp.RedOpType, what: str) -> None:
+        group = self.decision_group or over.view.process_group
         all_reduce_on_host(values, group, ranks=over.layout.ranks, op=op, what=what)
 
-    def over_copies(self, flags: Tensor, comms: Sequence[FSDPGroupState]) -> Tensor:
+    def over_copies(self, flags: Tensor, groups: Sequence[FSDPGroup]) -> Tensor:
         """Return the maximum over tensor-parallel ranks, because one may see an edit that others do not."""
-        groups = [comm.group for comm in comms]
-        reduce_over_copies(flags, groups, host=self.decision_group, op=dist.ReduceOp.MAX)
+        views = [group.view for group in groups]
+        reduce_over_copies(flags, views, host=self.decision_group, op=dist.ReduceOp.MAX)
         return flags
 
-    def report_full_refresh(self, comm: FSDPGroupState) -> None:
+    def report_full_refresh(self, group: FSDPGroup) -> None:
         """Count and log a refresh in full precision; warn once, on the first rank, if training repeats it."""
-        reason = comm.fresh.full_reason
-        if not comm.group.module.training:
+        reason = group.fresh.full_reason
+        if not group.view.module.training:
             reason += ", in evaluation"
-        comm.count_full_refresh(reason)
-        logger.info("sdp4bit: step %d, %s in full precision: %s", self.steps, comm.group.name, reason)
-        if comm.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW and comm.layout.ranks[0] == dist.get_rank():
+        group.count_full_refresh(reason)
+        logger.info("sdp4bit: step %d, %s in full precision: %s", self.steps, group.view.name, reason)
+        if group.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW and group.layout.ranks[0] == dist.get_rank():
             self.warn_once(
-                f"sdp4bit: weights ({comm.group.name} first) were sent in full precision "
+                f"sdp4bit: weights ({group.view.name} first) were sent in full precision "
                 f"{FULL_REFRESHES_IN_A_ROW} times in a row, now because: {reason}. If "
                 "an optimizer makes these edits, call comm.mark_step() after each to send "
                 "differences. If averages (EMA) are swapped in, call model.eval() before you evaluate them. "
@@ -472,4 +472,4 @@ class FSDPModelState(ModelState):
     def detach(self) -> None:
         super().detach()
         self.aliases = StateDictAliases()
-        self.steps_seen.detach()
+        self.step_observer.detach()

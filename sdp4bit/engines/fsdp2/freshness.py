@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.sections import Range, pieces_of
+from sdp4bit.collectives.sections import Range, take_ranges
 from sdp4bit.collectives.work import HostCopy
 from sdp4bit.engines.edits import LARGEST_SMALL_EDIT
-from sdp4bit.engines.fsdp2.view import FSDPGroup
+from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.quantization import ops
 
 
@@ -127,7 +127,7 @@ class Seen:
     has_stepped: bool = False  # an optimizer has stepped; reset when the ranks have agreed on it
     was_loaded: bool = False  # a state dict was loaded; reset likewise
     is_reduced: bool = False  # gradients have been reduced
-    trained: frozenset[int] = frozenset()  # segments that required a gradient when gradients were reduced
+    trained: frozenset[int] = frozenset()  # params that required a gradient when gradients were reduced
 
 
 class Flags(NamedTuple):
@@ -148,7 +148,7 @@ class Due(NamedTuple):
     refresh: Refresh
     loaded: Tensor | None = None  # [n], the row of a checkpoint
     ranges: list[Range] | None = None  # whose difference is sent; None for the entire row
-    trained: frozenset[int] = frozenset()  # segments that are trainable now
+    trained: frozenset[int] = frozenset()  # params that are trainable now
 
 
 NOTHING_DUE = Due(_REFRESHES[State.CURRENT])
@@ -157,7 +157,7 @@ NOTHING_DUE = Due(_REFRESHES[State.CURRENT])
 class Freshness:
     """All that decides the refreshes of one group: its state, this rank's events, and the last refresh."""
 
-    def __init__(self, group: FSDPGroup, *, nodes: int) -> None:
+    def __init__(self, group: FSDPView, *, nodes: int) -> None:
         self._group = group
         self._nodes = nodes
         self.state = State.NEVER
@@ -173,7 +173,7 @@ class Freshness:
         self._is_accumulating = False  # the last forward was in training and only accumulated gradients
         self.full_in_a_row = 0
         # From a checkpoint, until the next refresh: the replica's row of this rank's shard, and fingerprints
-        # of the main shards when they were saved, int64 [segments, slots of this rank].
+        # of the main shards when they were saved, int64 [params, slots of this rank].
         self.loaded_row: Tensor | None = None
         self.loaded_fingerprints: Tensor | None = None
 
@@ -194,14 +194,14 @@ class Freshness:
         self.seen.has_stepped |= bool(trainable) and (by_hand or has_gradient)
 
     def _trainable(self) -> frozenset[int]:
-        """Return the segments that an optimizer step may change; the same on every rank of the group."""
+        """Return the params that an optimizer step may change; the same on every rank of the group."""
         # A parameter that was frozen after its gradient was reduced may still change in the step. Its `.grad`
         # must not decide that, because a rank whose shard is empty may never clear it.
         return self.seen.trained | self._group.requiring_grad()
 
     def load(self, row: Tensor | None, *, fingerprints: Tensor | None, due: frozenset[int]) -> None:
         """Continue from a checkpoint; `row` [n] and fingerprints are None if some are missing."""
-        # The difference of the due segments had not been sent when it was saved.
+        # The difference of the due params had not been sent when it was saved.
         self.seen = Seen(trained=due)
         self._set_trained(due)
         self.loaded_row, self.loaded_fingerprints = row, fingerprints
@@ -265,7 +265,7 @@ class Freshness:
         return not bool((self.loaded_fingerprints == self.fingerprints().unsqueeze(1)).all())
 
     def fingerprints(self) -> Tensor:
-        """Return fingerprints of the main shards and the number of nodes, int64 [segments]."""
+        """Return fingerprints of the main shards and the number of nodes, int64 [params]."""
         return self._group.fingerprints() + (self._nodes << 40)
 
     def agree(self, flags: Flags) -> bool:
@@ -319,12 +319,12 @@ class Freshness:
         return Due(refresh, self.loaded_row, ranges, self._group.requiring_grad())
 
     def _sends_part(self) -> bool:
-        """Return whether a difference leaves out the frozen segments."""
+        """Return whether a difference leaves out the frozen params."""
         # Edits of weights that were frozen until now may have gone undetected: then all are sent.
         return self.trained == self._trainable() != self._group.row.everything
 
-    def due_segments(self) -> frozenset[int]:
-        """Return the segments whose difference is due, including steps not yet agreed on."""
+    def due_params(self) -> frozenset[int]:
+        """Return the params whose difference is due, including steps not yet agreed on."""
         ranges = next_refresh(self.state, Event.GATHER).ranges
         if ranges == "none" and not (self.seen.has_stepped and self.state is State.CURRENT):
             return frozenset()
@@ -355,7 +355,7 @@ class Freshness:
         self._checksums, self._dtype = _add_checksums(row, (trained, frozen), sums), row.dtype
 
     def _set_trained(self, trained: frozenset[int]) -> None:
-        """Set the segments that are trainable at a refresh; the others are frozen and not sent."""
+        """Set the params that are trainable at a refresh; the others are frozen and not sent."""
         row = self._group.row
         self.trained, self._parts = trained, (row.ranges(trained), row.ranges(row.everything - trained))
 
@@ -364,10 +364,10 @@ def _add_checksums(row: Tensor, parts: Sequence[Sequence[Range]], sums: Tensor) 
     """Add the checksums of parts of a row [n] to sums, int64 [parts], and return these."""
     for ranges, out in zip(parts, sums, strict=True):
         if ranges:
-            pieces = pieces_of(row, ranges)
+            pieces = take_ranges(row, ranges)
             ops.add_checksum(pieces[0] if len(pieces) == 1 else torch.cat(pieces), out=out)
     return sums
 
 
-def _is_on_host(group: FSDPGroup) -> bool:
+def _is_on_host(group: FSDPView) -> bool:
     return group.device.type == "cpu"

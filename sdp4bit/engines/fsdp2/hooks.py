@@ -1,6 +1,6 @@
 """The objects that FSDP2 calls to communicate.
 
-FSDP2 makes one of its streams current: all-gather, reduce-scatter or, for HSDP's replicas, all-reduce. Memory
+FSDP2 makes one of its streams current: all-gather, reduce-scatter or, for HSDP, all-reduce. Memory
 that a hook allocates belongs to that stream, so the caching allocator reuses it there only.
 """
 
@@ -22,14 +22,14 @@ from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.freshness import NOTHING_DUE, Due, Event
-from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
+from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import Comm
 from sdp4bit.observe.measures import sample_gradient
 
 
 class _Hook:
-    def __init__(self, comm: FSDPGroupState, state: FSDPModelState, *, stock: Any) -> None:
-        self._comm = comm
+    def __init__(self, group: FSDPGroup, state: FSDPModelState, *, stock: Any) -> None:
+        self._group = group
         self._state = state
         self._stock = stock
 
@@ -44,7 +44,7 @@ class AllGatherHook(_Hook):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor to gather to; called on FSDP2's copy-in stream."""
-        if self._comm.replica is None:
+        if self._group.replica is None:
             return self._stock.allocate(size, dtype=dtype, device=device)
         # A new tensor each time, because `_fill` may give it the storage of the replica, which the next
         # copy-in must not overwrite.
@@ -59,34 +59,36 @@ class AllGatherHook(_Hook):
         Args:
             input_tensor: [n], this rank's shard in the gathered dtype; a row of output_tensor.
         """
-        with record_function(f"sdp4bit::all_gather ({self._comm.group.name})"):
-            if self._comm.replica is None:
+        with record_function(f"sdp4bit::all_gather ({self._group.view.name})"):
+            if self._group.replica is None:
                 return self._gather_dense(output_tensor, input_tensor, group, async_op=async_op)
             return self._gather_replica(output_tensor, input_tensor, group, async_op=async_op)
 
-    def _gather_dense(self, output: Tensor, row: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
-        comm = self._comm
+    def _gather_dense(
+        self, output: Tensor, row: Tensor, torch_group: dist.ProcessGroup, *, async_op: bool
+    ) -> Any:
+        group = self._group
         if not in_backward():
-            self._state.before_unshard(comm)
+            self._state.before_unshard(group)
         # With an int reshard_after_forward, backward gathers over fewer ranks.
-        is_part = group.size() != comm.layout.size
-        ranks = dist.get_process_group_ranks(group) if is_part else []
-        members = [comm.layout.ranks.index(rank) for rank in ranks] or None
-        comm.count_dense(comm.weight_traffic, row.nbytes, members=members)
-        what = f"full-precision weight all-gather of {comm.group.name}"
-        return all_gather_dense(output, row, group, gather=self._stock, async_op=async_op, what=what)
+        is_part = torch_group.size() != group.layout.size
+        ranks = dist.get_process_group_ranks(torch_group) if is_part else []
+        members = [group.layout.ranks.index(rank) for rank in ranks] or None
+        group.count_dense(group.weight_traffic, row.nbytes, members=members)
+        what = f"full-precision weight all-gather of {group.view.name}"
+        return all_gather_dense(output, row, torch_group, gather=self._stock, async_op=async_op, what=what)
 
     def _gather_replica(
-        self, output: Tensor, row: Tensor, group: dist.ProcessGroup, *, async_op: bool
+        self, output: Tensor, row: Tensor, torch_group: dist.ProcessGroup, *, async_op: bool
     ) -> Any:
-        comm, replica = self._comm, self._comm.replica
+        group, replica = self._group, self._group.replica
         assert replica is not None
-        if row.dtype == torch.uint8 and comm.group.row_dtype is not None:
-            row = row.view(comm.group.row_dtype)  # FSDP2 gathers several dtypes as bytes
-        if group.size() != comm.layout.size:
+        if row.dtype == torch.uint8 and group.view.row_dtype is not None:
+            row = row.view(group.view.row_dtype)  # FSDP2 gathers several dtypes as bytes
+        if torch_group.size() != group.layout.size:
             raise ValueError(
-                f"{comm.group.name}: gathered over {group.size()} instead of {comm.layout.size} ranks, "
-                "because reshard_after_forward became an int after quantize_communication. Use "
+                f"{group.view.name}: gathered over {torch_group.size()} instead of {group.layout.size} "
+                "ranks, because reshard_after_forward became an int after quantize_communication. Use "
                 'reshard_after_forward=True and WeightConfig(replica="node")'
             )
 
@@ -95,22 +97,22 @@ class AllGatherHook(_Hook):
         due, is_backward = NOTHING_DUE, in_backward()
         if not (is_backward and replica.rows is not None):
             if not is_backward:
-                self._state.before_unshard(comm)
+                self._state.before_unshard(group)
             if replica.rows is not None and replica.rows.dtype != row.dtype:
-                comm.fresh.apply(Event.RESYNC)
-            due = comm.fresh.due()
+                group.fresh.apply(Event.RESYNC)
+            due = group.fresh.due()
         # After the decision, which may end the last step and its counts.
-        comm.weight_traffic.count_plain(row.nbytes)
+        group.weight_traffic.count_plain(row.nbytes)
 
         # 2. Read the main shard on the current stream, because the optimizer might write it before a side
         # stream reads it.
         main = None if due.refresh.ranges == "none" else row
-        if main is not None and replica.config.bits is not None and comm.group.rounds_weights:
+        if main is not None and replica.config.bits is not None and group.view.rounds_weights:
             # Differences need fp32 weights (docs/numerics.md, "Differences of fp32 weights"), as a plain
             # tensor that training may read after inference mode.
             with torch.inference_mode(False):
-                main = comm.group.main_shard(torch.float32)
-                if comm.group.has_subclasses:
+                main = group.view.main_shard(torch.float32)
+                if group.view.has_subclasses:
                     # A tensor subclass may begin to gather other values than it holds.
                     main = torch.where(main.to(row.dtype) == row, main, row)
 
@@ -150,25 +152,25 @@ class AllGatherHook(_Hook):
             row: [n], the main shard in the gathered dtype.
             main: [n], the main shard whose difference is sent.
         """
-        comm, replica = self._comm, self._comm.replica
+        group, replica = self._group, self._group.replica
         if due.refresh.kind == "none":
             return
         assert replica is not None
         if due.refresh.is_full:
             replica.start_full_refresh(row if due.loaded is None else due.loaded)
         if main is not None:
-            replica.start_quantized_refresh(main, ranges=due.ranges, bits=row)
-            comm.refreshes += 1
+            replica.start_quantized_refresh(main, ranges=due.ranges, as_gathered=row)
+            group.refreshes += 1
         # Only now, so that an exception above leaves the refresh due.
-        comm.fresh.sent(due, row, nonfinite=replica.nonfinite)
+        group.fresh.sent(due, row, nonfinite=replica.nonfinite)
         if due.refresh.is_full:
-            self._state.report_full_refresh(comm)
+            self._state.report_full_refresh(group)
 
     def _fill(self, output: Tensor) -> None:
         """Fill the output with the weights of all ranks; waits for the refresh."""
-        replica = self._comm.replica
+        replica = self._group.replica
         assert replica is not None
-        if not replica.is_full:
+        if not replica.holds_all_rows:
             # Directly into the output, without a second tensor of its size.
             assert replica.rows is not None
             replica.gather(output.view(replica.rows.dtype))
@@ -187,7 +189,7 @@ class ReduceScatterHook(_Hook):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor for the input rows or for the result."""
-        if self._comm.reduction is None:
+        if self._group.reduction is None:
             return self._stock.allocate(size, dtype=dtype, device=device)
         # A new tensor each time, because the result may become the storage of the gradients.
         return torch.empty(*size, dtype=dtype, device=device)
@@ -204,33 +206,36 @@ class ReduceScatterHook(_Hook):
         """Reduce `input_tensor` [ranks * n] to this rank's row, `output_tensor` [n]."""
         # FSDP2 never sets async_op, ignores the result, and keeps the input until an event after this call
         # has passed. Only parameters with a gradient are in the rows, so n varies between calls.
-        with record_function(f"sdp4bit::reduce_scatter ({self._comm.group.name})"):
-            comm, state, reduction = self._comm, self._state, self._comm.reduction
-            state.note_reduction(comm)
-            comm.awaits_replicas = comm.replica_layout is not None
-            comm.gradient_bits = None
-            sections = _quantized_sections(comm, state, output_tensor.numel(), reduction)
-            if reduction is None or not sections:
-                comm.count_dense(comm.gradient_traffic, output_tensor.nbytes)
-                what = f"full-precision gradient reduce-scatter of {comm.group.name}"
-                reduce_scatter_dense(output_tensor, input_tensor, group, op, reduce=self._stock, what=what)
-                return
-            multiplier = reduction_multiplier(op, group, name=comm.group.name, engine="FSDP2")
-            nonfinite = sample_gradient(comm, input_tensor, sample_numel=state.gradient_sample_numel)
-            reduction(
-                output_tensor,
-                input_tensor,
-                call=comm.reductions,
-                multiplier=multiplier,
-                nonfinite=nonfinite,
-                sections=sections,
-            )
-            comm.gradient_bits = reduction.bits
-            comm.reductions += 1
+        with record_function(f"sdp4bit::reduce_scatter ({self._group.view.name})"):
+            self._reduce(output_tensor, input_tensor, group, op)
+
+    def _reduce(self, output: Tensor, input: Tensor, torch_group: dist.ProcessGroup, op: object) -> None:
+        group, state, reduction = self._group, self._state, self._group.reduction
+        state.note_reduction(group)
+        group.awaits_all_reduce = group.replicate_layout is not None
+        group.gradient_bits = None
+        sections = _quantized_sections(group, state, output.numel(), reduction)
+        if reduction is None or not sections:
+            group.count_dense(group.gradient_traffic, output.nbytes)
+            what = f"full-precision gradient reduce-scatter of {group.view.name}"
+            reduce_scatter_dense(output, input, torch_group, op, reduce=self._stock, what=what)
+            return
+        multiplier = reduction_multiplier(op, torch_group, name=group.view.name, engine="FSDP2")
+        nonfinite = sample_gradient(group, input, sample_numel=state.gradient_sample_numel)
+        reduction(
+            output,
+            input,
+            call=group.reductions,
+            multiplier=multiplier,
+            nonfinite=nonfinite,
+            sections=sections,
+        )
+        group.gradient_bits = reduction.bits
+        group.reductions += 1
 
 
-class ReplicaGroup(_Hook):
-    """A proxy for the process group over which FSDP2 all-reduces gradients of HSDP's replicas.
+class ReplicateGroup(_Hook):
+    """A proxy for the process group over which FSDP2 all-reduces gradients of HSDP.
 
     FSDP2 passes it to `torch.distributed.all_reduce`, except for micro-batches that are only accumulated.
     """
@@ -250,57 +255,57 @@ class ReplicaGroup(_Hook):
 
     @torch.no_grad()
     def allreduce(self, tensors: list[Tensor], opts: Any) -> None:
-        """Reduce one tensor [n], this rank's shard of the gradients, over its replicas in place.
+        """Reduce one tensor [n], this rank's shard of the gradients, over the replicate dimension in place.
 
         Args:
             opts: `reduceOp` is the operation; the call is synchronous.
         """
         # FSDP2 keeps the gradients until an event after this call has passed (PR #140044, regression test
         # PR #180900).
-        with record_function(f"sdp4bit::all_reduce ({self._comm.group.name})"):
-            comm, state, all_reduce, (values,) = self._comm, self._state, self._comm.all_reduce, tensors
-            state.before_all_reduce(comm)
-            comm.gradient_bits, comm.awaits_replicas = None, False
-            sections = _quantized_sections(comm, state, values.numel(), all_reduce)
+        with record_function(f"sdp4bit::all_reduce ({self._group.view.name})"):
+            group, state, all_reduce, (values,) = self._group, self._state, self._group.all_reduce, tensors
+            state.before_all_reduce(group)
+            group.gradient_bits, group.awaits_all_reduce = None, False
+            sections = _quantized_sections(group, state, values.numel(), all_reduce)
             if all_reduce is None or not sections or not all_reduce.takes(values.numel()):
                 if not values.numel():
                     return
                 # The bytes of a ring all-reduce.
-                comm.count_dense(comm.all_reduce_traffic, round(2 * values.nbytes / self._stock.size()))
-                what = f"full-precision gradient all-reduce of {comm.group.name} over replicas"
+                group.count_dense(group.all_reduce_traffic, round(2 * values.nbytes / self._stock.size()))
+                what = f"full-precision gradient all-reduce of {group.view.name} over the replicate dimension"
                 with comm_error_context(what, group=self._stock):
                     work = self._stock.allreduce([values], opts)
                     if work is not None:
                         work.wait()
                 return
             multiplier = reduction_multiplier(
-                opts.reduceOp, self._stock, name=comm.group.name, engine="FSDP2"
+                opts.reduceOp, self._stock, name=group.view.name, engine="FSDP2"
             )
             nonfinite = None
-            if comm.reduction is None:  # otherwise the reduce-scatter has sampled this gradient
-                nonfinite = sample_gradient(comm, values, sample_numel=state.gradient_sample_numel)
+            if group.reduction is None:  # otherwise the reduce-scatter has sampled this gradient
+                nonfinite = sample_gradient(group, values, sample_numel=state.gradient_sample_numel)
             all_reduce(
-                values, call=comm.all_reduces, multiplier=multiplier, nonfinite=nonfinite, sections=sections
+                values, call=group.all_reduces, multiplier=multiplier, nonfinite=nonfinite, sections=sections
             )
-            comm.gradient_bits = all_reduce.bits
-            comm.all_reduces += 1
+            group.gradient_bits = all_reduce.bits
+            group.all_reduces += 1
 
 
 def _quantized_sections(
-    comm: FSDPGroupState, state: FSDPModelState, numel: int, quantizer: GradientQuantizer | None
+    group: FSDPGroup, state: FSDPModelState, numel: int, quantizer: GradientQuantizer | None
 ) -> Sequence[Section]:
     """Return the sections of a row to quantize; none for full precision."""
-    config = comm.gradient_config
+    config = group.gradient_config
     if quantizer is None or config is None or state.steps < config.start_step or numel < config.min_numel:
         return ()
-    sections = comm.group.gradient_sections(
-        numel, unit=quantizer.group_unit, separate=comm.separate_parameters
+    sections = group.view.gradient_sections(
+        numel, unit=quantizer.group_unit, separate=group.separate_parameters
     )
     if sections is None:
         state.warn_once(
             "sdp4bit: unknown parameters got no gradient. A module in which tensor parallelism splits some "
             "parameters and copies others then reduces its gradients in full precision; apply fully_shard "
-            f"separately to its parts that are not always used ({comm.group.name})"
+            f"separately to its parts that are not always used ({group.view.name})"
         )
         return ()
     return sections

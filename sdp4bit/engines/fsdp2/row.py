@@ -1,15 +1,15 @@
-"""Geometry of a parameter group's row: segments, ranges and sections; independent of FSDP2."""
+"""Geometry of a parameter group's row: params, ranges and sections; independent of FSDP2."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
-from sdp4bit.collectives.sections import Range, RowParameter, Section, cut_row, merge_ranges, whole_row
+from sdp4bit.collectives.sections import CutParam, Range, Section, cut_row, merge_ranges, whole_row
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class RowParam:
     """One parameter's shard in its group's row."""
 
     name: str
@@ -22,29 +22,29 @@ class Segment:
 
 
 class Row:
-    """The segments of a row of weights, and the sections of rows of weights and gradients."""
+    """The params of a row of weights, and the sections of rows of weights and gradients."""
 
-    def __init__(self, segments: Sequence[Segment], *, kinds: Sequence[Hashable]) -> None:
-        """Describe a row; segments of different kinds never share a section."""
-        self._segments, self._kinds = segments, kinds
+    def __init__(self, params: Sequence[RowParam], *, kinds: Sequence[Hashable]) -> None:
+        """Describe a row; params of different kinds never share a section."""
+        self._params, self._kinds = params, kinds
         self.has_kinds = len(set(kinds)) > 1
-        self.numel = segments[-1].end
-        self.everything = frozenset(range(len(segments)))
-        values = [index for index, segment in enumerate(segments) if not segment.holds_bits]
-        self.value_ranges = None if len(values) == len(segments) else self.ranges(values)
+        self.numel = params[-1].end
+        self.everything = frozenset(range(len(params)))
+        values = [index for index, param in enumerate(params) if not param.holds_bits]
+        self.value_ranges = None if len(values) == len(params) else self.ranges(values)
         """The ranges of the row that hold values and not bits; None for the entire row."""
         self._cut: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], tuple[Section, ...]] = {}
 
     def ranges(self, chosen: Collection[int]) -> list[Range]:
-        """Return the ranges of segments, chosen by index."""
-        segments = [self._segments[index] for index in sorted(chosen)]
-        return merge_ranges([(segment.start, segment.end) for segment in segments])
+        """Return the ranges of params, chosen by index."""
+        params = [self._params[index] for index in sorted(chosen)]
+        return merge_ranges([(param.start, param.end) for param in params])
 
     def weight_sections(self, *, unit: int, separate: bool) -> tuple[Section, ...]:
         """Return the sections of a row of weights; arguments as for `gradient_sections`."""
         if not separate and not self.has_kinds:
             return whole_row(self.numel)
-        lengths = [segment.end - segment.start for segment in self._segments]
+        lengths = [param.end - param.start for param in self._params]
         return self._cut_row(lengths, present=range(len(lengths)), unit=unit, separate=separate)
 
     def gradient_sections(
@@ -53,8 +53,8 @@ class Row:
         """Return the sections of a row of gradients [numel], cached; None if copies could drift apart.
 
         Args:
-            order: indices of the segments in the order of the gradients.
-            trainable: the segments that may have a gradient.
+            order: indices of the params in the order of the gradients.
+            trainable: the params that may have a gradient.
             unit: see `cut_row`.
             separate: see `SDP4BitConfig.separate_parameters`; different kinds are always separated.
         """
@@ -62,7 +62,7 @@ class Row:
             return whole_row(numel)
         # FSDP2 omits parameters without a gradient from a row. Its length shows whether the row holds all
         # parameters or all trainable ones.
-        lengths, present = [segment.numel for segment in self._segments], order
+        lengths, present = [param.numel for param in self._params], order
         if sum(lengths) != numel:
             present = [i for i in order if i in trainable]
         if sum(lengths[i] for i in present) != numel:
@@ -76,13 +76,13 @@ class Row:
         key = (tuple(lengths[i] for i in present), tuple(present), unit, separate)
         if key not in self._cut:
             parameters = [
-                RowParameter(
+                CutParam(
                     numel=lengths[i],
-                    is_fine=separate and self._segments[i].dim <= 1,
+                    is_fine=separate and self._params[i].dim <= 1,
                     number=i,
                     kind=self._kinds[i],
                 )
                 for i in present
             ]
-            self._cut[key] = cut_row(parameters, unit=unit, count=len(self._segments))
+            self._cut[key] = cut_row(parameters, unit=unit, count=len(self._params))
         return self._cut[key]

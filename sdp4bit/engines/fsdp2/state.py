@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sdp4bit.engines.fsdp2.events import FSDPModelState
 from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT
-from sdp4bit.engines.fsdp2.group_state import FSDPGroupState
+from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.handle import StateDict, check_state
 
 FORMAT_VERSION = 2
@@ -33,32 +33,32 @@ def save_state(state: FSDPModelState) -> StateDict:
     counters: dict[str, torch.Tensor] = {}
     replica: dict[str, DTensor] = {}
     fingerprints: dict[str, DTensor] = {}
-    for comm, keys in zip(state.groups, _keys(state), strict=True):
-        fresh = comm.fresh
-        row, marks, due = fresh.loaded_row, fresh.loaded_fingerprints, fresh.due_segments()
+    for group, keys in zip(state.groups, _keys(state), strict=True):
+        fresh = group.fresh
+        row, marks, due = fresh.loaded_row, fresh.loaded_fingerprints, fresh.due_params()
         if row is None or marks is None:
             marks = fresh.fingerprints()
             if fresh.state in FROM_CHECKPOINT:
                 # This rank's row was not usable. A wrong fingerprint prevents all ranks from using theirs.
                 marks = marks + 1
-            if comm.replica is None or comm.replica.rows is None or comm.refresh_is_full:
+            if group.replica is None or group.replica.rows is None or group.refresh_is_full:
                 # A full-precision refresh is due. A resumed run starts with one if nothing is pending.
-                row, due = comm.group.gathered_shard(), frozenset()
+                row, due = group.view.gathered_shard(), frozenset()
             else:
-                row = comm.replica.own_shard
+                row = group.replica.own_shard
                 # After an unused load or edit, and with NaN or infinity, this run continues in full
                 # precision. A wrong fingerprint makes the resumed run do the same.
-                edited, is_nonfinite = fresh.find_edits(), comm.values_of(row).isfinite().all().logical_not()
+                edited, is_nonfinite = fresh.find_edits(), group.values_of(row).isfinite().all().logical_not()
                 is_unusable = is_nonfinite if edited is None else edited | is_nonfinite
                 marks = marks + is_unusable.to(marks.dtype) + int(fresh.seen.was_loaded)
-        numbers = [comm.reductions, comm.refreshes, comm.all_reduces]
+        numbers = [group.reductions, group.refreshes, group.all_reduces]
         # No two ranks of the mesh with the most dimensions hold the same shards.
-        mesh = max((s.sharded.device_mesh for s in comm.group.segments), key=lambda mesh: mesh.ndim)
-        for index, (key, segment) in enumerate(zip(keys, comm.group.segments, strict=True)):
+        mesh = max((s.sharded.device_mesh for s in group.view.params), key=lambda mesh: mesh.ndim)
+        for index, (key, param) in enumerate(zip(keys, group.view.params, strict=True)):
             counters[key] = torch.tensor([*numbers, int(index in due)])
             fingerprints[key] = _spread(marks[index], mesh)
             if row is not None:
-                replica[key] = segment.to_dtensor(row)
+                replica[key] = param.to_dtensor(row)
     return {
         "format_version": FORMAT_VERSION,
         "steps": state.steps + int(state.step_pending),
@@ -72,11 +72,11 @@ def _keys(state: FSDPModelState) -> list[list[str]]:
     """Return the keys of each group's parameters: their names in the model, independent of local roots."""
     # Without the prefix of their root, names are unique across pipeline stages but not across copies of a
     # model.
-    keys = [[s.name.removeprefix(comm.group.root) for s in comm.group.segments] for comm in state.groups]
+    keys = [[s.name.removeprefix(group.view.root) for s in group.view.params] for group in state.groups]
     every = [key for names in keys for key in names]
     if len(set(every)) == len(every):
         return keys
-    return [[segment.name for segment in comm.group.segments] for comm in state.groups]
+    return [[param.name for param in group.view.params] for group in state.groups]
 
 
 def _spread(fingerprint: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -104,24 +104,24 @@ def load_state(state: FSDPModelState, saved: StateDict) -> None:
     state.steps = int(saved["steps"])
     state.forget_events()
     state.reshard(state.groups)
-    for comm, keys in zip(state.groups, _keys(state), strict=True):
+    for group, keys in zip(state.groups, _keys(state), strict=True):
         values = [[int(v) for v in saved["counters"].get(key, [0, 0, 0, 0])] for key in keys]
-        comm.reductions, comm.refreshes, comm.all_reduces, _ = values[0]
+        group.reductions, group.refreshes, group.all_reduces, _ = values[0]
         due = frozenset(index for index, numbers in enumerate(values) if numbers[3])
         marks = [_local(saved["fingerprints"].get(key)) for key in keys]
-        known = [mark.to(comm.group.device) for mark in marks if mark is not None]
+        known = [mark.to(group.view.device) for mark in marks if mark is not None]
         fingerprints = torch.stack(known) if len(known) == len(marks) else None
-        comm.fresh.load(_row(comm, keys, saved["replica"]), fingerprints=fingerprints, due=due)
+        group.fresh.load(_row(group, keys, saved["replica"]), fingerprints=fingerprints, due=due)
 
 
-def _row(comm: FSDPGroupState, keys: Sequence[str], replica: Mapping[str, object]) -> torch.Tensor | None:
+def _row(group: FSDPGroup, keys: Sequence[str], replica: Mapping[str, object]) -> torch.Tensor | None:
     """Return the saved row of a group; None if a part is missing or has another size."""
-    if comm.replica is None:
+    if group.replica is None:
         return None
-    row = torch.zeros(comm.group.shard_numel, dtype=comm.group.row_dtype, device=comm.group.device)
-    for key, segment in zip(keys, comm.group.segments, strict=True):
+    row = torch.zeros(group.view.shard_numel, dtype=group.view.row_dtype, device=group.view.device)
+    for key, param in zip(keys, group.view.params, strict=True):
         local = _local(replica.get(key))
-        view = segment.local_view(row)
+        view = param.local_view(row)
         if local is None or local.numel() != view.numel():
             return None
         view.copy_(local.view(view.shape))

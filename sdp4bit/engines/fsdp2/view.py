@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sdp4bit.collectives.host import all_reduce_on_host
-from sdp4bit.collectives.sections import Range, Section, common_ranges, pieces_of
-from sdp4bit.engines.fsdp2.row import Row, Segment
+from sdp4bit.collectives.sections import Range, Section, common_ranges, take_ranges
+from sdp4bit.engines.fsdp2.row import Row, RowParam
 from sdp4bit.engines.fsdp2.subclasses import extends_gather, plain_values, subclass_gather
 from sdp4bit.engines.fsdp2.torch_internals import (
     Comm,
@@ -55,16 +55,16 @@ def clean_name(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamSegment(Segment):
-    """A segment with FSDP2's record of its parameter."""
+class ParamView(RowParam):
+    """A param with FSDP2's record of its parameter."""
 
-    param: Param
+    fsdp_param: Param
     dtype: torch.dtype  # when gathered
 
     @property
     def sharded(self) -> DTensor:
         """The parameter that optimizers and state dicts see; FSDP2 may replace it."""
-        return cast(DTensor, self.param.sharded_param)
+        return cast(DTensor, self.fsdp_param.sharded_param)
 
     @property
     def local(self) -> Tensor:
@@ -74,19 +74,19 @@ class ParamSegment(Segment):
     @cached_property
     def is_on_all_ranks(self) -> bool:
         """Whether no rank's shard is empty."""
-        dim, ranks = self.param.fsdp_placement.dim, self.param.mesh_info.shard_mesh_size
-        return self.param.padded_sharded_param_size[dim] * (ranks - 1) < self.param._orig_size[dim]
+        dim, ranks = self.fsdp_param.fsdp_placement.dim, self.fsdp_param.mesh_info.shard_mesh_size
+        return self.fsdp_param.padded_sharded_param_size[dim] * (ranks - 1) < self.fsdp_param._orig_size[dim]
 
     @property
     def owner(self) -> tuple[nn.Module, str]:
         """The module that the parameter is registered on, and its name there."""
-        return self.param._module_info.module, self.param._module_info.param_name
+        return self.fsdp_param._module_info.module, self.fsdp_param._module_info.param_name
 
     @property
     def split_over(self) -> dict[tuple[int, ...], ProcessGroup]:
         """The process groups that tensor parallelism splits the parameter over, by ranks."""
         # Every mesh dimension that is not FSDP2's counts, including those of other parallelisms.
-        data = set(self.param.mesh_info.mesh.mesh.flatten().tolist())
+        data = set(self.fsdp_param.mesh_info.mesh.mesh.flatten().tolist())
         mesh, placements = self.sharded.device_mesh, self.sharded.placements
         groups = [mesh.get_group(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
         by_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
@@ -97,8 +97,8 @@ class ParamSegment(Segment):
         values = row[self.start : self.end]
         if self.holds_bits:
             values = values.view(self.dtype)
-        padded = values.view(self.param.padded_sharded_param_size)
-        dim = self.param.fsdp_placement.dim
+        padded = values.view(self.fsdp_param.padded_sharded_param_size)
+        dim = self.fsdp_param.fsdp_placement.dim
         return padded.narrow(dim, 0, self.local.size(dim) if self.local.numel() else 0)
 
     def to_dtensor(self, row: Tensor) -> DTensor:
@@ -126,10 +126,10 @@ class CommObjects(NamedTuple):
     all_gather: Comm
     reduce_scatter: Comm
     force_sum: bool  # FSDP2 requests sums and divides them itself
-    replicas: ProcessGroup | None  # for the all-reduce of HSDP; None without HSDP
+    replicate: ProcessGroup | None  # for the all-reduce of HSDP; None without HSDP
 
 
-class FSDPGroup:
+class FSDPView:
     """One FSDP2 parameter group: the parameters that are gathered and reduced together."""
 
     def __init__(
@@ -160,24 +160,25 @@ class FSDPGroup:
         info = group.mesh_info
         self.process_group = info.shard_process_group
         self.ranks = tuple(dist.get_process_group_ranks(self.process_group))
-        # HSDP: gradients are also all-reduced over replicas, the ranks that hold the same shard as this one.
+        # HSDP: gradients are also all-reduced over the replicate dimension, that is, over the ranks that hold
+        # the same shard as this one.
         self.is_hybrid = group._is_hsdp
-        self.replicas: ProcessGroup | None = None
-        self.replica_ranks: tuple[int, ...] = (dist.get_rank(),)
-        self.sharing_ranks = frozenset(self.ranks)  # of all shards and replicas
-        replica, replicas = 0, 1
+        self.replicate: ProcessGroup | None = None
+        self.replicate_ranks: tuple[int, ...] = (dist.get_rank(),)
+        self.sharing_ranks = frozenset(self.ranks)  # including HSDP's replicate dimension
+        index, size = 0, 1  # in the replicate dimension
         if self.is_hybrid:
             hybrid = self._hybrid_info
             # Not `replicate_process_group`, which another handle may have replaced.
-            self.replicas = hybrid.mesh.get_group(cast(int, hybrid.replicate_mesh_dim))
-            self.replica_ranks = tuple(dist.get_process_group_ranks(self.replicas))
+            self.replicate = hybrid.mesh.get_group(cast(int, hybrid.replicate_mesh_dim))
+            self.replicate_ranks = tuple(dist.get_process_group_ranks(self.replicate))
             self.sharing_ranks = frozenset(hybrid.mesh.mesh.flatten().tolist())
-            replica, replicas = hybrid.replicate_mesh_rank, hybrid.replicate_mesh_size
+            index, size = hybrid.replicate_mesh_rank, hybrid.replicate_mesh_size
         # The number of this rank's data among `data_ranks`, for the rounding of gradients. Tensor-parallel
         # peers see the same data, so their copies of a parameter must be rounded identically.
-        self.data_ranks = info.shard_mesh_size * replicas
-        self.data_ranks_of_replicas = range(info.shard_mesh_rank, self.data_ranks, info.shard_mesh_size)
-        self.data_rank = self.data_ranks_of_replicas[replica]
+        self.data_ranks = info.shard_mesh_size * size
+        self.replicate_data_ranks = range(info.shard_mesh_rank, self.data_ranks, info.shard_mesh_size)
+        self.data_rank = self.replicate_data_ranks[index]
         if self.has_subclasses and self.is_unsharded and self.is_idle:
             module.reshard()  # a subclass shows its all-gather inputs only while it is sharded
 
@@ -196,7 +197,7 @@ class FSDPGroup:
 
     @property
     def has_partial_gradients(self) -> bool:
-        """Whether FSDP2 holds gradients of HSDP that it has not all-reduced over replicas yet."""
+        """Whether FSDP2 holds gradients of HSDP that it has reduced over the shards only."""
         return self._group._partial_reduce_output is not None
 
     @property
@@ -241,7 +242,7 @@ class FSDPGroup:
         return self._group.post_forward_mesh_info.shard_mesh_size
 
     @cached_property
-    def segments(self) -> list[ParamSegment]:
+    def params(self) -> list[ParamView]:
         """The parameters in the order of the row."""
         result, start = [], 0
         for param, (dtypes, _) in zip(self._group.fsdp_params, self._gathers, strict=True):
@@ -251,28 +252,28 @@ class FSDPGroup:
             end = start + numel * dtype.itemsize // row_dtype.itemsize
             # bitsandbytes packs 4-bit codes into any dtype; read as floats they may be NaN.
             is_packed = own_name == "weight" and getattr(module, "quant_state", None) is not None
-            segment = ParamSegment(
+            view = ParamView(
                 name=self._name_of(param),
                 start=start,
                 end=end,
                 numel=numel,
                 dim=param.sharded_param.dim(),
                 holds_bits=dtype != row_dtype or is_packed,
-                param=param,
+                fsdp_param=param,
                 dtype=dtype,
             )
-            result.append(segment)
+            result.append(view)
             start = end
         return result
 
     def requiring_grad(self) -> frozenset[int]:
-        """Return the indices of the segments that require a gradient now."""
-        return frozenset(i for i, segment in enumerate(self.segments) if segment.sharded.requires_grad)
+        """Return the indices of the parameters that require a gradient now."""
+        return frozenset(i for i, param in enumerate(self.params) if param.sharded.requires_grad)
 
     def has_gradient(self, chosen: Collection[int]) -> bool:
-        """Return whether a segment that no rank holds empty has a gradient, of those chosen by index."""
-        segments = [self.segments[index] for index in chosen]
-        return any(each.is_on_all_ranks and each.sharded.grad is not None for each in segments)
+        """Return whether a param that no rank holds empty has a gradient, of those chosen by index."""
+        params = [self.params[index] for index in chosen]
+        return any(each.is_on_all_ranks and each.sharded.grad is not None for each in params)
 
     def _name_of(self, param: Param) -> str:
         owner = self._module_names.get(id(param._module_info.module), "")
@@ -305,7 +306,7 @@ class FSDPGroup:
     def row(self) -> Row:
         """The geometry of the row."""
         # The kinds differ if tensor parallelism splits some parameters and copies others.
-        return Row(self.segments, kinds=[frozenset(segment.split_over) for segment in self.segments])
+        return Row(self.params, kinds=[frozenset(param.split_over) for param in self.params])
 
     @property
     def value_ranges(self) -> list[Range] | None:
@@ -320,7 +321,7 @@ class FSDPGroup:
         """
         if not self.row.has_kinds:
             return []
-        by_ranks = {ranks: group for segment in self.segments for ranks, group in segment.split_over.items()}
+        by_ranks = {ranks: group for param in self.params for ranks, group in param.split_over.items()}
         return list(by_ranks.values())
 
     def weight_sections(self, *, unit: int, separate: bool) -> tuple[Section, ...]:
@@ -336,17 +337,17 @@ class FSDPGroup:
 
     @property
     def _gradient_order(self) -> Sequence[int]:
-        """The order of the parameters in a row of gradients, which differs from `segments` since torch 2.15.
+        """The order of the parameters in a row of gradients, which differs from `params` since torch 2.15.
 
         FSDP2 then sorts them by the dtype of their gradients, from the first forward on.
         """
         order: Sequence[int] = getattr(self._group, "_reduce_scatter_param_indices", ())
-        return order or range(len(self.segments))
+        return order or range(len(self.params))
 
     @property
     def shard_numel(self) -> int:
         """Values of `row_dtype` in one rank's row, FSDP2's own padding of uneven shards included."""
-        return self.segments[-1].end
+        return self.params[-1].end
 
     @cached_property
     def _gathers(self) -> list[tuple[frozenset[torch.dtype], str]]:
@@ -362,7 +363,7 @@ class FSDPGroup:
     @property
     def rounds_weights(self) -> bool:
         """Whether main shards are more precise than gathered weights."""
-        return any(segment.dtype != segment.sharded.dtype for segment in self.segments)
+        return any(param.dtype != param.sharded.dtype for param in self.params)
 
     @property
     def param_dtypes(self) -> set[torch.dtype]:
@@ -396,7 +397,7 @@ class FSDPGroup:
             all_gather=self._group._all_gather_comm,
             reduce_scatter=self._group._reduce_scatter_comm,
             force_sum=self._group.force_sum_reduction_for_comms,
-            replicas=self._hybrid_info.replicate_process_group if self.is_hybrid else None,
+            replicate=self._hybrid_info.replicate_process_group if self.is_hybrid else None,
         )
 
     @property
@@ -420,15 +421,15 @@ class FSDPGroup:
         """Copy this rank's main shard [n] as the next all-gather would send it.
 
         Args:
-            dtype: dtype of the result; segments of bits survive in `row_dtype` only.
+            dtype: dtype of the result; params of bits survive in `row_dtype` only.
         """
         # The same tensors that FSDP2's copy-in reads: 1-D, padded, in the dtype of the main weights, and on
         # the host with CPU offload.
         pieces, device = [], self.device
-        for segment in self.segments:
-            data = plain_values(segment.param._sharded_param_data)
-            if segment.holds_bits and self.row_dtype is not None:
-                data = data.to(device=device, dtype=segment.dtype).view(self.row_dtype)
+        for param in self.params:
+            data = plain_values(param.fsdp_param._sharded_param_data)
+            if param.holds_bits and self.row_dtype is not None:
+                data = data.to(device=device, dtype=param.dtype).view(self.row_dtype)
             pieces.append(data.to(device=device, dtype=dtype))
         return torch.cat(pieces)
 
@@ -442,16 +443,16 @@ class FSDPGroup:
     def sample_main(self, ranges: Sequence[Range]) -> Tensor:
         """Return these ascending ranges of this rank's main shard, concatenated, in fp32."""
         pieces: list[Tensor] = []
-        for segment in self.segments:
-            common = common_ranges(ranges, [(segment.start, segment.end)])
-            own = [(start - segment.start, end - segment.start) for start, end in common]
-            pieces += pieces_of(plain_values(segment.param._sharded_param_data), own) if own else []
+        for param in self.params:
+            common = common_ranges(ranges, [(param.start, param.end)])
+            own = [(start - param.start, end - param.start) for start, end in common]
+            pieces += take_ranges(plain_values(param.fsdp_param._sharded_param_data), own) if own else []
         return torch.cat([piece.to(self.device, non_blocking=True) for piece in pieces]).float()
 
     def fingerprints(self) -> Tensor:
-        """Return the sum of the bit patterns of this rank's shard of each parameter, int64 [segments]."""
+        """Return the sum of the bit patterns of this rank's shard of each parameter, int64 [params]."""
         # Not of values, because an integer sum does not depend on the order and NaN equals itself.
-        shards = [plain_values(segment.local).reshape(-1) for segment in self.segments]
+        shards = [plain_values(param.local).reshape(-1) for param in self.params]
         patterns = [shard.view(_BIT_PATTERNS[shard.element_size()]) for shard in shards]
         return torch.stack([pattern.sum(dtype=torch.int64) for pattern in patterns]).to(self.device)
 
@@ -463,16 +464,16 @@ class FSDPGroup:
         self._group._all_gather_comm = comms.all_gather
         self._group._reduce_scatter_comm = comms.reduce_scatter
         self._group.force_sum_reduction_for_comms = comms.force_sum
-        if comms.replicas is not None:
-            # FSDP2's set_all_reduce_hook does not replace the all-reduce over replicas. Groups may share a
-            # mesh record, so this group gets its own.
+        if comms.replicate is not None:
+            # FSDP2's set_all_reduce_hook does not replace the all-reduce of HSDP. Groups may share a mesh
+            # record, so this group gets its own.
             self._group.mesh_info = copy(self._group.mesh_info)
-            self._hybrid_info.replicate_process_group = comms.replicas
+            self._hybrid_info.replicate_process_group = comms.replicate
         return previous
 
 
 def reduce_over_copies(
-    values: Tensor, groups: Sequence[FSDPGroup], *, host: ProcessGroup | None, op: dist.ReduceOp.RedOpType
+    values: Tensor, groups: Sequence[FSDPView], *, host: ProcessGroup | None, op: dist.ReduceOp.RedOpType
 ) -> None:
     """Reduce values in place over the tensor-parallel ranks that hold copies of some parameters of a group.
 
@@ -499,13 +500,13 @@ def named_fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield clean_name(name), cast(nn.Module, module)
 
 
-def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
+def find_groups(roots: Sequence[nn.Module]) -> list[FSDPView]:
     """Return the parameter groups of the models, in the order of `named_modules`.
 
     Raises:
         ValueError: the FSDP2 modules of the models have no parameters.
     """
-    groups: list[FSDPGroup] = []
+    groups: list[FSDPView] = []
     seen: set[int] = set()
     for part, root in enumerate(roots):
         prefix = f"part{part}." if len(roots) > 1 else ""
@@ -521,7 +522,7 @@ def find_groups(roots: Sequence[nn.Module]) -> list[FSDPGroup]:
                 if len(own) > 1:
                     group_name = _name_among(groups, _common_owner(group, module_names))
                 groups.append(
-                    FSDPGroup(
+                    FSDPView(
                         cast(Module, module),
                         group,
                         name=group_name,
@@ -545,7 +546,7 @@ def _common_owner(group: ParamGroup, module_names: Mapping[int, str]) -> str:
     return ".".join(parts[0] for parts in shared)
 
 
-def _name_among(groups: Sequence[FSDPGroup], name: str) -> str:
+def _name_among(groups: Sequence[FSDPView], name: str) -> str:
     """Return the name, with a number appended if another group has it."""
     taken = {group.name for group in groups}
     name = name or "(root)"

@@ -30,7 +30,7 @@ _GRADIENTS = {
     ),
     "pipeline_chunks": (
         "--gradient-alltoall-pipeline",
-        "slices of a gradient whose two levels overlap; chosen by the row's size by default",
+        "chunks of a gradient whose two levels overlap; chosen by the row's size by default",
     ),
     "start_step": (
         "--gradients-quantization-start-iteration",

@@ -147,14 +147,14 @@ def _packed(ranges: Sequence[Range]) -> list[tuple[Range, int]]:
 class BucketState(Group):
     """Communication of one bucket."""
 
-    group: MegatronBucket
+    view: MegatronBucket
     replica: BucketReplica | None
 
     is_staged = False  # the second half of a reduction is issued with the first half of the next bucket's
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
         # At the end of a step experts have no new weights yet.
-        if self.replica is None or (self.group.is_expert and not may_wait):
+        if self.replica is None or (self.view.is_expert and not may_wait):
             return None
         return self.replica.sample(ranges)
 
@@ -188,13 +188,13 @@ class BucketState(Group):
         """Reduce gradients like `reduce`; yield whenever a transfer is in flight."""
         assert self.reduction is not None
         arguments = self._next_reduction(input, op, sample_numel)
-        for each in self.reduction.slices(self.reduction.parts(output, input), whole=True, **arguments):
+        for each in self.reduction.chunks(self.reduction.cut(output, input), whole=True, **arguments):
             yield from each
 
     def _next_reduction(self, input: Tensor, op: object, sample_numel: int | None) -> dict[str, Any]:
         """Return the arguments of the next reduction and count it."""
         assert self.reduction is not None
-        name, process_group = self.group.name, self.group.process_group
+        name, process_group = self.view.name, self.view.process_group
         arguments = {
             "call": self.reductions,
             "multiplier": reduction_multiplier(op, process_group, name=name, engine="Megatron-Core"),

@@ -51,8 +51,8 @@ class MegatronCore:
         self.staged: StagedCollectives | None = None
         if has_one_queue(device):
             self.staged = StagedCollectives(device, self._gradient_stream)
-            for comm in state.groups:
-                comm.is_staged = comm.group.bucket_group.ddp_config.overlap_grad_reduce
+            for group in state.groups:
+                group.is_staged = group.view.bucket_group.ddp_config.overlap_grad_reduce
 
     def groups(self) -> Sequence[Group]:
         return self._state.groups
@@ -60,13 +60,13 @@ class MegatronCore:
     def install(self, group: Group) -> Undo:
         """Replace the collectives of a bucket's bucket group, together with those of its other buckets."""
         assert isinstance(group, BucketState)
-        bucket_group = group.group.bucket_group
-        comms = [each for each in self._state.groups if each.group.bucket_group is bucket_group]
-        if group.layout.size == 1 or group is not comms[0]:
+        bucket_group = group.view.bucket_group
+        groups = [each for each in self._state.groups if each.view.bucket_group is bucket_group]
+        if group.layout.size == 1 or group is not groups[0]:
             return lambda: None
         patch = GroupPatch(
             bucket_group,
-            comms,
+            groups,
             state=self._state,
             weight_stream=self._weight_stream,
             gradient_stream=self._gradient_stream,
@@ -84,7 +84,7 @@ class MegatronCore:
             for optimizer in self._optimizers:
                 patch = OptimizerPatch(
                     optimizer,
-                    [comm for comm in self._state.groups if comm.group.optimizer is optimizer],
+                    [group for group in self._state.groups if group.view.optimizer is optimizer],
                     state=self._state if any(optimizer is each for each in counted) else None,
                     save=self._handle.state_dict,
                     load=self._handle.load_state_dict,
@@ -102,14 +102,14 @@ class MegatronCore:
             patch.finish_pending()
 
 
-def _counted(optimizers: Sequence[Optimizer], comms: Sequence[BucketState]) -> Sequence[Optimizer]:
+def _counted(optimizers: Sequence[Optimizer], groups: Sequence[BucketState]) -> Sequence[Optimizer]:
     """Return the optimizers whose steps make up one step."""
     # A step ends when the buckets without experts have new weights. The optimizer of experts steps later,
     # when the other weights may have been sent.
     dense = [
         optimizer
         for optimizer in optimizers
-        if any(comm.group.optimizer is optimizer and not comm.group.is_expert for comm in comms)
+        if any(group.view.optimizer is optimizer and not group.view.is_expert for group in groups)
     ]
     return dense or optimizers
 
@@ -135,39 +135,39 @@ class MegatronCommHandle(CommHandle):
         config: SDP4BitConfig,
         topology: TopologySpec,
     ) -> None:
-        comms = [
+        groups = [
             BucketState(bucket, index=index, layout=layouts.shards[bucket.ranks])
             for index, bucket in enumerate(buckets)
         ]
         state = MegatronModelState(
-            comms, telemetry=config.telemetry, optimizers=len(_counted(optimizers, comms))
+            groups, telemetry=config.telemetry, optimizers=len(_counted(optimizers, groups))
         )
         copies = TensorParallelCopies(chunks, buckets)
-        for comm in comms:
-            _choose(comm, copies, config=config)
+        for group in groups:
+            _choose(group, copies, config=config)
         note = one_node_note(
-            [(comm.weights_unquantized_reason, comm.gradients_unquantized_reason) for comm in comms]
+            [(group.weights_unquantized_reason, group.gradients_unquantized_reason) for group in groups]
         )
         super().__init__(state, config=config, note=note)
         self.topology = topology
         if note:
             warnings.warn(f"sdp4bit: {note}", stacklevel=3)
         with self._attaching() as undo:
-            build(comms, layouts=layouts, config=config, undo=undo)
-            for comm in comms:
-                if comm.replica is not None:
+            build(groups, layouts=layouts, config=config, undo=undo)
+            for group in groups:
+                if group.replica is not None:
                     # Ranks may start from different random weights, which Megatron's first gather would
                     # equalize.
-                    comm.replica.equalize()
-                    comm.count_full_refresh("first use")
+                    group.replica.equalize()
+                    group.count_full_refresh("first use")
             undo.callback(copies.remove)
-            copies.install(gradients_quantized=any(comm.reduction is not None for comm in comms))
+            copies.install(gradients_quantized=any(group.reduction is not None for group in groups))
             stages = pipeline_group(chunks)
             self._install(
                 MegatronCore(self, state, optimizers=optimizers),
                 undo=undo,
                 # Experts step later.
-                watched=[c for c in comms if (c.replica or c.reduction) and not c.group.is_expert],
+                watched=[c for c in groups if (c.replica or c.reduction) and not c.view.is_expert],
                 where="" if stages is None else f"pipeline stage {stages.rank()}",
             )
             undo.callback(self._send_main_weights)
@@ -176,30 +176,30 @@ class MegatronCommHandle(CommHandle):
     def mark_step(self) -> None:
         """Report a change of the main weights outside optimizer.step(); the next parameter sync sends it."""
         self._check_attached()
-        for patch in self._engine.optimizer_patches:
-            patch.mark_changed()
-        for group in self._engine.group_patches:
-            group.group.param_gather_dispatched = False
+        for optimizer_patch in self._engine.optimizer_patches:
+            optimizer_patch.mark_changed()
+        for patch in self._engine.group_patches:
+            patch.group.param_gather_dispatched = False
 
     def resync(self) -> None:
         """Refresh the replicas in full precision; call it on all ranks."""
         self._check_attached()
         self._engine.finish_pending()
-        for comm in self._state.groups:
-            if comm.replica is not None:
-                comm.refresh_fully()
+        for group in self._state.groups:
+            if group.replica is not None:
+                group.refresh_fully()
 
     def _audit(self, config: AuditConfig) -> bool:
         self._engine.finish_pending()
-        for comm in self._state.groups:
-            if comm.replica is not None:
-                comm.replica.attach_rows()
+        for group in self._state.groups:
+            if group.replica is not None:
+                group.replica.attach_rows()
         return super()._audit(config)
 
     def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
-        for comm in self._state.groups:
-            if comm in wrong:
-                comm.refresh_fully()
+        for group in self._state.groups:
+            if group in wrong:
+                group.refresh_fully()
         return wrong
 
     def state_dict(self) -> StateDict:
@@ -228,29 +228,29 @@ class MegatronCommHandle(CommHandle):
             self.resync()
 
 
-def _choose(comm: BucketState, copies: TensorParallelCopies, *, config: SDP4BitConfig) -> None:
+def _choose(group: BucketState, copies: TensorParallelCopies, *, config: SDP4BitConfig) -> None:
     """Set the reasons why a bucket is not quantized, and its kind of replica."""
-    bucket, nodes = comm.group, comm.layout.nodes
-    reason = _unquantized_reason(comm, is_split=copies.are_sought)
-    comm.weights_unquantized_reason = reason or one_node_reason(config.weights, nodes=nodes)
-    comm.gradients_unquantized_reason = reason or one_node_reason(config.gradients, nodes=nodes)
+    bucket, nodes = group.view, group.layout.nodes
+    reason = _unquantized_reason(group, is_split=copies.are_sought)
+    group.weights_unquantized_reason = reason or one_node_reason(config.weights, nodes=nodes)
+    group.gradients_unquantized_reason = reason or one_node_reason(config.gradients, nodes=nodes)
     if config.gradients is not None and bucket.shard_numel < config.gradients.min_numel:
-        comm.gradients_unquantized_reason = comm.gradients_unquantized_reason or describe_gradients(
-            config.gradients, comm.layout, bucket.shard_numel
+        group.gradients_unquantized_reason = group.gradients_unquantized_reason or describe_gradients(
+            config.gradients, group.layout, bucket.shard_numel
         )
-    if not comm.weights_unquantized_reason:
+    if not group.weights_unquantized_reason:
         exact_ranges = replicated_ranges(bucket, copies.parameters)
-        comm.make_replica = partial(BucketReplica, bucket=bucket, exact_ranges=exact_ranges)
+        group.make_replica = partial(BucketReplica, bucket=bucket, exact_ranges=exact_ranges)
 
 
-def _unquantized_reason(comm: BucketState, *, is_split: bool) -> str:
+def _unquantized_reason(group: BucketState, *, is_split: bool) -> str:
     """Return why neither weights nor gradients of a bucket are quantized; "" if they can be.
 
     Args:
         is_split: whether tensor parallelism is used, which may split experts or copy them.
     """
-    bucket = comm.group
-    if comm.layout.size == 1:
+    bucket = group.view
+    if group.layout.size == 1:
         return ONE_RANK
     if bucket.is_expert and is_split:
         return EXPERTS_SPLIT

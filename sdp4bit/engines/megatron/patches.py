@@ -67,7 +67,7 @@ class GroupPatch(Patch):
     def __init__(
         self,
         group: BucketGroup,
-        comms: Sequence[BucketState],
+        groups: Sequence[BucketState],
         *,
         state: MegatronModelState,
         weight_stream: SideStream,
@@ -81,7 +81,7 @@ class GroupPatch(Patch):
         """
         super().__init__(group, {name: getattr(self, name) for name in GROUP_METHODS})
         self.group = group
-        self.comms = comms
+        self.buckets = groups
         self._state = state
         self._weight_stream = weight_stream
         self._gradient_stream = gradient_stream
@@ -94,13 +94,13 @@ class GroupPatch(Patch):
         def reduce_scatter(
             output: Tensor, input: Tensor, op: object, group: object, async_op: bool = False
         ) -> Any:
-            comm = self._of(input, "reduces gradients in")
-            config = comm.gradient_config
+            bucket = self._of(input, "reduces gradients in")
+            config = bucket.gradient_config
             if config is not None and self._state.steps >= config.start_step:
-                wanted.append((comm, output, input, op))
+                wanted.append((bucket, output, input, op))
                 return None
-            comm.gradient_bits = None
-            comm.count_dense(comm.gradient_traffic, output.nbytes)
+            bucket.gradient_bits = None
+            bucket.count_dense(bucket.gradient_traffic, output.nbytes)
             return stock(output, input, op=op, group=group, async_op=async_op)
 
         with _collective(self.group, "start_grad_sync", reduce_scatter) as stock:
@@ -108,15 +108,15 @@ class GroupPatch(Patch):
         sample_numel = self._state.gradient_sample_numel
         if wanted and self._staged is not None and self.group.grad_reduce_handle is not None:
             works = [
-                self._staged.start(comm.reduce_in_steps(output, input, op, sample_numel=sample_numel))
-                for comm, output, input, op in wanted
+                self._staged.start(bucket.reduce_in_steps(output, input, op, sample_numel=sample_numel))
+                for bucket, output, input, op in wanted
             ]
             self.group.grad_reduce_handle = JointWork(self.group.grad_reduce_handle, *works)
         elif wanted:
 
             def reduce() -> None:
-                for comm, output, input, op in wanted:
-                    comm.reduce(output, input, op, sample_numel=sample_numel)
+                for bucket, output, input, op in wanted:
+                    bucket.reduce(output, input, op, sample_numel=sample_numel)
 
             work = self._gradient_stream.run(reduce)
             self.group.grad_reduce_handle = _after(self.group.grad_reduce_handle, work)
@@ -129,12 +129,12 @@ class GroupPatch(Patch):
         wanted: list[BucketState] = []
 
         def all_gather(output: Tensor, input: Tensor, group: object, async_op: bool = False) -> Any:
-            comm = self._of(output, "gathers parameters into")
-            if comm.replica is not None:
-                if comm.is_changed:
-                    wanted.append(comm)
+            bucket = self._of(output, "gathers parameters into")
+            if bucket.replica is not None:
+                if bucket.is_changed:
+                    wanted.append(bucket)
                 return None
-            comm.count_dense(comm.weight_traffic, input.nbytes)
+            bucket.count_dense(bucket.weight_traffic, input.nbytes)
             return stock(output, input, group=group, async_op=async_op)
 
         with _collective(self.group, "start_param_sync", all_gather) as stock:
@@ -142,8 +142,8 @@ class GroupPatch(Patch):
         if wanted:
 
             def refresh() -> None:
-                for comm in wanted:
-                    comm.refresh()
+                for bucket in wanted:
+                    bucket.refresh()
 
             work = self._weight_stream.run(refresh)
             self.group.param_gather_handle = _after(self.group.param_gather_handle, work)
@@ -159,12 +159,13 @@ class GroupPatch(Patch):
         Raises:
             RuntimeError: there is none. The stock collective would then send outdated parameters.
         """
-        for comm in self.comms:
-            if tensor is comm.group.weights or tensor is comm.group.gradients:
-                return comm
+        for bucket in self.buckets:
+            if tensor is bucket.view.weights or tensor is bucket.view.gradients:
+                return bucket
+        names = ", ".join(bucket.view.name for bucket in self.buckets)
         raise RuntimeError(
             f"sdp4bit: Megatron-Core {what} a buffer ({tensor.dtype} {list(tensor.shape)}) that belongs to "
-            f"no bucket of this bucket group ({', '.join(comm.group.name for comm in self.comms)}). Call "
+            f"no bucket of this bucket group ({names}). Call "
             "remove() before buffers are replaced, and attach again afterwards"
         )
 
@@ -183,7 +184,7 @@ class OptimizerPatch(Patch):
     def __init__(
         self,
         optimizer: Optimizer,
-        comms: Sequence[BucketState],
+        groups: Sequence[BucketState],
         *,
         state: MegatronModelState | None,
         save: Callable[[], StateDict],
@@ -192,7 +193,7 @@ class OptimizerPatch(Patch):
         """Create a patch; `install` applies it.
 
         Args:
-            comms: the buckets that the optimizer updates.
+            groups: the buckets that the optimizer updates.
             state: counts its steps; None if another optimizer's steps are counted.
             save, load: access the communication state, for the optimizer's state dict.
         """
@@ -200,12 +201,12 @@ class OptimizerPatch(Patch):
             optimizer, {name: getattr(self, name.removeprefix("_")) for name in OPTIMIZER_METHODS}
         )
         self._optimizer = optimizer
-        self._comms = comms
+        self._buckets = groups
         self._state = state
         self._save = save
         self._load = load
         self.steps = 0  # updates of the main weights by this optimizer
-        quantized = {id(param) for comm in comms if comm.replica for param in comm.group.parameters}
+        quantized = {id(param) for group in groups if group.replica for param in group.view.parameters}
         pairs = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
         self._copied: list[tuple[list[nn.Parameter], list[Tensor]]] = []
         """The parameters that are still copied and their main weights, by group."""
@@ -233,10 +234,10 @@ class OptimizerPatch(Patch):
 
     def mark_changed(self) -> None:
         """Record the end of a step, so that the next parameter sync sends the differences of all buckets."""
-        for comm in self._comms:
-            comm.weight_traffic.end_step()
-            comm.gradient_traffic.end_step()
-            comm.is_changed = comm.replica is not None
+        for group in self._buckets:
+            group.weight_traffic.end_step()
+            group.gradient_traffic.end_step()
+            group.is_changed = group.replica is not None
 
     def state_dict(self) -> StateDict:
         """Return the optimizer's state with the communication state in the entry that every format saves."""

@@ -21,21 +21,21 @@ def save_counters(state: MegatronModelState) -> dict[str, int]:
     return {
         "format_version": FORMAT_VERSION,
         "steps": state.steps,
-        "refreshes": max((comm.refreshes for comm in state.groups), default=0),
-        "reductions": max((comm.reductions for comm in state.groups), default=0),
-        "pending": int(any(comm.is_changed for comm in state.groups)),
+        "refreshes": max((group.refreshes for group in state.groups), default=0),
+        "reductions": max((group.reductions for group in state.groups), default=0),
+        "pending": int(any(group.is_changed for group in state.groups)),
     }
 
 
 def load_counters(state: MegatronModelState, counters: Mapping[str, int]) -> None:
     """Continue from saved counters."""
     state.steps = counters["steps"]
-    for comm in state.groups:
-        if comm.replica is not None:
-            comm.refreshes = counters["refreshes"]
-            comm.is_changed = bool(counters["pending"])
-        if comm.reduction is not None:
-            comm.reductions = counters["reductions"]
+    for group in state.groups:
+        if group.replica is not None:
+            group.refreshes = counters["refreshes"]
+            group.is_changed = bool(counters["pending"])
+        if group.reduction is not None:
+            group.reductions = counters["reductions"]
 
 
 def checked(state_dict: StateDict) -> dict[str, int]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.kernels.cpu import formats, kernels, tiles
-from sdp4bit.quantization.checksum import GOLDEN, PIECE_WORDS, piece_factors, signed64, words_of
+from sdp4bit.quantization.checksum import GOLDEN, STRIPE_WORDS, signed64, stripe_factors, words_of
 from sdp4bit.quantization.layout import SCALE_BYTES, MessageLayout, round_up
 from sdp4bit.quantization.random import RoundingKey
 
@@ -360,5 +360,5 @@ def dequantize_reduce_hadamard(
 
 def add_checksum(values: Tensor, *, out: Tensor) -> None:
     """See :func:`sdp4bit.quantization.ops.add_checksum`."""
-    words, factors = words_of(values), piece_factors(values.device)
-    out += kernels.sum_words(words.numpy(), factors.numpy(), PIECE_WORDS, signed64(GOLDEN))
+    words, factors = words_of(values), stripe_factors(values.device)
+    out += kernels.sum_words(words.numpy(), factors.numpy(), STRIPE_WORDS, signed64(GOLDEN))

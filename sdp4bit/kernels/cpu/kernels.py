@@ -367,12 +367,12 @@ def compile_runner(runner: Callable[..., None]) -> Callable[[int, int, int], Non
     return compiled
 
 
-def _sum_words(words, factors, piece_words, golden):
+def _sum_words(words, factors, stripe_words, golden):
     """Return the checksum of words, int64 [n]; see `quantization/checksum.py`."""
     total = np.int64(0)
-    for piece in range((len(words) + piece_words - 1) // piece_words):
-        start, subtotal = piece * piece_words, np.int64(0)
-        for i in range(min(piece_words, len(words) - start)):
+    for piece in range((len(words) + stripe_words - 1) // stripe_words):
+        start, subtotal = piece * stripe_words, np.int64(0)
+        for i in range(min(stripe_words, len(words) - start)):
             word = words[start + i]
             subtotal += word * factors[0, i] + (word >> 32) * factors[1, i]
         total += subtotal * ((2 * piece + 1) * golden)

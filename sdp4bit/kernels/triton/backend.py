@@ -34,7 +34,7 @@ from sdp4bit.kernels.triton.kernels import (
     reduce_quantize_kernel,
 )
 from sdp4bit.kernels.triton.launch import launch
-from sdp4bit.quantization.checksum import PIECE_WORDS, bytes_of
+from sdp4bit.quantization.checksum import STRIPE_WORDS, bytes_of
 from sdp4bit.quantization.formats import BLOCK
 from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout
 from sdp4bit.quantization.random import RoundingKey
@@ -375,7 +375,7 @@ def add_checksum(values: Tensor, *, out: Tensor) -> None:
     words = -(-source.numel() // 8)
     _launch(
         checksum_kernel,
-        (-(-words // PIECE_WORDS), -(-min(words, PIECE_WORDS) // _CHECKSUM_WORDS), 1),
+        (-(-words // STRIPE_WORDS), -(-min(words, STRIPE_WORDS) // _CHECKSUM_WORDS), 1),
         (source, out),
         (source.numel() // unit,),
         (unit, _CHECKSUM_WORDS),

@@ -47,7 +47,7 @@ from sdp4bit.kernels.triton.random_bits import (
     draw_dither,
     draw_dithers,
 )
-from sdp4bit.quantization.checksum import GOLDEN, PIECE_WORDS, ROUNDS, signed64
+from sdp4bit.quantization.checksum import GOLDEN, ROUNDS, STRIPE_WORDS, signed64
 
 # Arguments that Triton must not specialize, because they vary between calls.
 _RUNTIME = [
@@ -56,7 +56,7 @@ _RUNTIME = [
     *("part", "parts_in", "skip", "own_numel", "nonfinite", "units"),
     *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in"),
 ]
-_GOLDEN, _PIECE_WORDS = tl.constexpr(signed64(GOLDEN)), tl.constexpr(PIECE_WORDS)
+_GOLDEN, _STRIPE_WORDS = tl.constexpr(signed64(GOLDEN)), tl.constexpr(STRIPE_WORDS)
 _FIRST_ROUND, _SECOND_ROUND, _THIRD_ROUND = (tl.constexpr((bits, signed64(f))) for bits, f in ROUNDS)
 
 
@@ -503,7 +503,7 @@ def _mix(x, ROUND: tl.constexpr):
 
 @triton.jit
 def _odd_factors(number):
-    """Return odd pseudo-random int64 factors of int64 numbers, as `checksum.piece_factors`."""
+    """Return odd pseudo-random int64 factors of int64 numbers, as `checksum.stripe_factors`."""
     x = (number + 1) * _GOLDEN
     return _mix(_mix(_mix(x, _FIRST_ROUND), _SECOND_ROUND), _THIRD_ROUND) | 1
 
@@ -521,13 +521,13 @@ def checksum_kernel(
     A program has the same WORDS words of several pieces, whose factors it computes once.
     """
     place = (tl.program_id(1) * WORDS + tl.arange(0, WORDS)).to(tl.int64)
-    low, high = _odd_factors(place), _odd_factors(place + _PIECE_WORDS)
+    low, high = _odd_factors(place), _odd_factors(place + _STRIPE_WORDS)
     PER_WORD: tl.constexpr = 8 // UNIT
     source = values.to(tl.pointer_type(tl.core.get_int_dtype(8 * UNIT, True)))
     total = tl.zeros([WORDS], tl.int64)
-    pieces = tl.cdiv(units.to(tl.int64), _PIECE_WORDS * PER_WORD)
+    pieces = tl.cdiv(units.to(tl.int64), _STRIPE_WORDS * PER_WORD)
     for piece in range(tl.program_id(0).to(tl.int64), pieces, tl.num_programs(0)):
-        first = (place + piece * _PIECE_WORDS) * PER_WORD
+        first = (place + piece * _STRIPE_WORDS) * PER_WORD
         word = tl.load(source + first, mask=first < units, other=0).to(tl.int64)
         if UNIT < 8:
             word = word & ((1 << (8 * UNIT)) - 1)

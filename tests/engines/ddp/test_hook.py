@@ -133,7 +133,7 @@ class DDPRun:
 
 
 def sizes(state: Any) -> list[int]:
-    return [group.group.shard_numel for group in state.groups]
+    return [group.view.shard_numel for group in state.groups]
 
 
 def training(config: GradientConfig | None, options: dict[str, Any], accumulate: int = 1) -> Result:

@@ -73,7 +73,7 @@ class EditedRun(Run):
         for comm, before in zip(comms, held, strict=True):
             is_exact = self.config is IDENTITY or before is None
             dtype = comm.replica.rows.dtype if is_exact else torch.float32
-            name, main = comm.group.name, comm.group.main_shard(dtype).double()
+            name, main = comm.view.name, comm.view.main_shard(dtype).double()
             bound = torch.zeros_like(main) if before is None or is_exact else self._bound(name, before, main)
             excess = (comm.replica.own_shard.double() - main).abs() - bound
             self._last[name] = main, bound

@@ -113,8 +113,8 @@ def frozen_bits(run: Run) -> list[Tensor]:
 
 def assert_frozen_weights_travel_once(comm: Any, config: SDP4BitConfig, *, nodes: int) -> None:
     """A layer sends all of its row in the first of three steps, and of adapters what a plan says."""
-    grid, group = Grid(nodes=nodes, ranks_per_node=4 // nodes), comm.group
-    trained = sum(s.end - s.start for s in group.segments if s.sharded.requires_grad)
+    grid, group = Grid(nodes=nodes, ranks_per_node=4 // nodes), comm.view
+    trained = sum(s.end - s.start for s in group.params if s.sharded.requires_grad)
     refresh = weight_refresh(trained, grid=grid, config=config.weights).inter_bytes
     if config is EXACT:
         refresh = trained * group.row_dtype.itemsize * (nodes - 1)

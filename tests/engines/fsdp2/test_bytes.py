@@ -88,7 +88,7 @@ def check_odd(n: int, g: int, replica: ReplicaPlacement) -> None:
     run = Run(build(), config, topology=g).train(1)
     with count_sent_bytes(g) as sent:
         run.train(1)
-    rows = [group.group.shard_numel for group in run.comm.groups]
+    rows = [group.view.shard_numel for group in run.comm.groups]
     reported, intra, inter = run.comm.stats()["last_step"], sent["intra"], sent["inter"]
     numel = sum(rows) * n * g
     formula = numel * (1 + 2 / 128) * (g - 1) / g + numel / g * (1 / 2 + 2 / 128) * (n - 1) / n

@@ -89,7 +89,7 @@ class Job:
             value
             for comm in self.comm.groups
             for value in (
-                int(comm.group.fingerprints().sum()),
+                int(comm.view.fingerprints().sum()),
                 int(comm.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
                 comm.refreshes,
                 comm.reductions,

@@ -244,8 +244,8 @@ def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
     small = 0
     groups = explained(run.comm.explain())
     for group in run.comm.groups:
-        line = groups[group.group.name]
-        rows, sent = group.group.shard_numel, group.gradient_traffic.current_step
+        line = groups[group.view.name]
+        rows, sent = group.view.shard_numel, group.gradient_traffic.current_step
         assert ("below min_numel=1024" in line) == (group.reductions == 0) == (rows < 1024)
         if rows < 1024:
             small += 1

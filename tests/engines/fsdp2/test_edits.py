@@ -56,21 +56,21 @@ QUICK = [
 def fresh_groups(run: Run) -> set[str]:
     """Return the groups whose replica row equals this rank's main shard, as after a full refresh."""
     return {
-        g.group.name
+        g.view.name
         for g in run.comm.groups
-        if torch.equal(g.replica.own_shard, g.group.main_shard(g.replica.rows.dtype))
+        if torch.equal(g.replica.own_shard, g.view.main_shard(g.replica.rows.dtype))
     }
 
 
 def sent_weights(run: Run) -> dict[str, float]:
     """Return what each group's weights sent to other nodes since the last optimizer step."""
-    return {g.group.name: g.weight_traffic.current_step.inter_bytes for g in run.comm.groups}
+    return {g.view.name: g.weight_traffic.current_step.inter_bytes for g in run.comm.groups}
 
 
 def difference_bytes(run: Run) -> dict[str, float]:
     """Return what a 4-bit difference of each group's row takes."""
     return {
-        g.group.name: MessageLayout(numel=g.group.shard_numel, bits=4, group_size=2048).nbytes
+        g.view.name: MessageLayout(numel=g.view.shard_numel, bits=4, group_size=2048).nbytes
         for g in run.comm.groups
     }
 
@@ -360,7 +360,7 @@ def train_filtered(config: SDP4BitConfig | None, freeze: bool) -> list[float]:
         model(x)
         assert_replicas_identical(comm)
         (group,) = comm.groups
-        main = group.group.main_shard(torch.bfloat16).float()
+        main = group.view.main_shard(torch.bfloat16).float()
         assert (group.replica.own_shard.float() - main).norm() < 0.02 * main.norm()
     return Result(losses, gradients)
 

@@ -33,7 +33,7 @@ from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_commun
 from sdp4bit.engines import attach
 from sdp4bit.engines.fsdp2.events import StateDictAliases
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
-from sdp4bit.engines.fsdp2.view import FSDPGroup
+from sdp4bit.engines.fsdp2.view import FSDPView
 from tests import toy
 from tests.ranks import on_ranks
 
@@ -131,7 +131,7 @@ def test_an_attachment_that_fails_in_the_middle_undoes_itself() -> None:
     before = footprint(model)
     for owner, name in (
         (attach, "QuantizedReduceScatter"),  # process groups exist
-        (FSDPGroup, "install"),  # one parameter group communicates through the handle
+        (FSDPView, "install"),  # one parameter group communicates through the handle
         (StateDictAliases, "watch"),  # all of them do, and optimizers are watched
     ):
         with lost_the_second_time(owner, name), pytest.raises(RuntimeError, match="lost"):

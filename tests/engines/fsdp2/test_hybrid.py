@@ -25,7 +25,7 @@ from sdp4bit import (
     SDP4BitConfig,
     quantize_communication,
 )
-from sdp4bit.engines.fsdp2.hooks import ReplicaGroup
+from sdp4bit.engines.fsdp2.hooks import ReplicateGroup
 from sdp4bit.traffic import Grid, Traffic
 from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
@@ -112,7 +112,7 @@ def check_bytes(placement: str, inter_bits: float) -> None:
     first = dict(sent)
     run.train(1).evaluate()
     config, reduced, summed = run.comm.config.gradients, [], []
-    for group in (each.group for each in run.comm.groups):
+    for group in (each.view for each in run.comm.groups):
         row, sections = group.shard_numel, group.gradient_sections(group.shard_numel, unit=128, separate=True)
         reduced.append(gradient_exchange(row, grid=sharded, config=config, sections=sections))
         summed.append(all_reduce_exchange(row, grid=replicated, config=config, sections=sections))
@@ -131,7 +131,7 @@ def check_bytes(placement: str, inter_bits: float) -> None:
     (replica,) = (ranks for ranks in PLACEMENTS[placement] if dist.get_rank() in ranks)
     shard_rank = replica.index(dist.get_rank())
     data_rank = PLACEMENTS[placement].index(replica) * len(replica) + shard_rank
-    assert {g.group.data_rank for g in run.comm.groups} == {data_rank}
+    assert {g.view.data_rank for g in run.comm.groups} == {data_rank}
     table = run.comm.explain()
     assert table.count("all-reduce ") == 4
     shapes = f"{sharded.nodes} x {sharded.ranks_per_node}, replicas {replicated.nodes} x "
@@ -257,7 +257,7 @@ def check_measures() -> None:
     assert {group.gradient_bits for group in run.comm.groups} == {4}
     # 8 bits alone have an error of about 0.01.
     assert run.comm.stats()["gradient_error"] > 0.1
-    assert {alert.group for alert in run.comm.alerts()} == {group.group.name for group in run.comm.groups}
+    assert {alert.group for alert in run.comm.alerts()} == {group.view.name for group in run.comm.groups}
 
 
 def check_settings() -> None:
@@ -267,12 +267,12 @@ def check_settings() -> None:
     for config in (SDP4BitConfig(weights=None, gradients=None), starting_at(3)):
         run = HybridRun(config).train(3)
         assert run.finish() == plain
-        rows = [group.group.shard_numel for group in run.comm.groups]
+        rows = [group.view.shard_numel for group in run.comm.groups]
         traffic = counted(run)
         assert traffic.inter_bytes == traffic.plain_inter_bytes == sum(4 * row for row in rows)
-        assert all(isinstance(group.group.comms.replicas, ReplicaGroup) for group in run.comm.groups)
+        assert all(isinstance(group.view.comms.replicate, ReplicateGroup) for group in run.comm.groups)
         stock = run.replicas
-        assert all(group.group.comms.replicas == stock for group in run.comm.groups)
+        assert all(group.view.comms.replicate == stock for group in run.comm.groups)
         run.comm.remove()
         assert all(module_group(block) is stock for block in run.model.blocks)
     late = HybridRun(starting_at(2)).train(2)
@@ -282,7 +282,7 @@ def check_settings() -> None:
     assert [group.all_reduces for group in late.comm.groups] == [1] * 4
 
     bypassed = HybridRun(GRADIENTS)
-    info = bypassed.comm.groups[1].group._group.mesh_info
+    info = bypassed.comm.groups[1].view._group.mesh_info
     info.replicate_process_group = bypassed.replicas
     with pytest.warns(UserWarning, match=r"not over replicas since \(blocks\.0\)"):
         bypassed.train(1)
@@ -292,9 +292,9 @@ def check_settings() -> None:
     assert root < block
     run = HybridRun(replace(GRADIENTS, gradients=GradientConfig(min_numel=root))).train(2)
     for group in run.comm.groups:
-        is_block = group.group.shard_numel == block
+        is_block = group.view.shard_numel == block
         assert group.gradient_bits == (4 if is_block else None)
-        assert group.reductions == (2 if group.group.shard_numel >= root else 0)
+        assert group.reductions == (2 if group.view.shard_numel >= root else 0)
     assert " ".join(run.comm.explain().split()).count(f"all-reduce: part below min_numel={root}") == 2
 
 

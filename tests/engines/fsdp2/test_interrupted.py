@@ -47,7 +47,7 @@ def interrupt(run: Run, name: str) -> set[str]:
     """A forward fails, and the loop goes on with the next batch; return the groups with a torn replica."""
     with failing(name), pytest.raises(torch.OutOfMemoryError):
         run.evaluate()
-    torn = {group.group.name for group in run.comm.groups if group.replica.is_torn}
+    torn = {group.view.name for group in run.comm.groups if group.replica.is_torn}
     for module in run.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -76,7 +76,7 @@ def test_a_refresh_that_was_applied_in_part_is_followed_by_one_in_full_precision
     repeated = losses(lambda run: torn.update(interrupt(run, "apply")))
 
     def resync(run: Run) -> None:
-        run.comm._state.request_resync([group for group in run.comm.groups if group.group.name in torn])
+        run.comm._state.request_resync([group for group in run.comm.groups if group.view.name in torn])
 
     assert len(torn) == 1 and repeated == losses(resync) != losses(lambda _: None)
 

@@ -249,7 +249,7 @@ def test_reports_add_up() -> None:
     }
     assert [group["compression_ratio"] for group in comm.group_stats()] == [None] * 4
     header, rule, *lines = comm.explain().splitlines()
-    names = [group.group.name for group in comm.groups]
+    names = [group.view.name for group in comm.groups]
     numbers = [line for line in lines if not line.startswith(" ")]
     assert names == ["(root)", "blocks.0", "blocks.1", "norm"]
     assert [line.split()[0] for line in numbers] == [*names, "total"]
@@ -276,7 +276,7 @@ def test_reports_add_up() -> None:
     assert "2 x 2" in block and "int4/2048 difference, node replica" in block
     assert "intra int8/128, inter int4/128, Hadamard" in block
     assert norm.count("skipped by 'norm'") == 2
-    rows = comm.groups[3].group.shard_numel
+    rows = comm.groups[3].view.shard_numel
     # Two bf16 gathers and one fp32 reduction over the ring, half of it between nodes.
     sent = next(line for line in table.splitlines() if line.startswith("norm")).split()[-2:]
     assert [int(cell.replace(",", "")) for cell in sent] == [3 * rows * 4] * 2

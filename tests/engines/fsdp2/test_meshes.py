@@ -56,9 +56,9 @@ def test_every_group_sends_over_its_own_mesh_what_the_planner_says() -> None:
     with count_sent_bytes(2) as sent:
         run.train(1)
     counted = run.comm.stats()["last_step"]
-    assert [group.group.name for group in run.comm.groups] == NAMES
+    assert [group.view.name for group in run.comm.groups] == NAMES
     parts = []
-    for group in (each.group for each in run.comm.groups):
+    for group in (each.view for each in run.comm.groups):
         row, grid = group.shard_numel, BETWEEN[group.name.endswith("experts")]
         reduced, refreshed = (group.gradient_sections(row, unit=unit, separate=True) for unit in (128, 2048))
         parts += [
@@ -85,7 +85,7 @@ def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]
         warnings.filterwarnings("ignore", "sdp4bit: .* have their ranks on one node")
         comm = quantize_communication(model, topology=2, **options)
     found = {
-        group.group.name: (group.weights_unquantized_reason, group.gradients_unquantized_reason)
+        group.view.name: (group.weights_unquantized_reason, group.gradients_unquantized_reason)
         for group in comm.groups
     }
     table = comm.explain()
@@ -126,11 +126,11 @@ def test_groups_on_hybrid_meshes_of_one_record_all_reduce_for_themselves() -> No
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "sdp4bit: .* have their ranks on one node")
         run = MoERun(QUANTIZED, ACROSS, replicate=mesh).train(1)
-        sent = {g.group.name: g.all_reduce_traffic.current_step.inter_bytes for g in run.comm.groups}
+        sent = {g.view.name: g.all_reduce_traffic.current_step.inter_bytes for g in run.comm.groups}
         assert {name for name, nbytes in sent.items() if nbytes} == {"blocks.0", "blocks.1"}
-    hybrid = [g.group for g in run.comm.groups if g.group.is_hybrid]
+    hybrid = [g.view for g in run.comm.groups if g.view.is_hybrid]
     run.comm.remove()
-    assert [group.comms.replicas for group in hybrid] == [mesh.get_group("replicate")] * 2
+    assert [group.comms.replicate for group in hybrid] == [mesh.get_group("replicate")] * 2
 
 
 @pytest.mark.slow
@@ -139,9 +139,9 @@ def test_audit_and_alerts_see_every_group_on_its_own_ranks() -> None:
     strict = AlertConfig(gradient_error=0.05, weight_error=None)
     run = MoERun(replace(QUANTIZED, alerts=strict), ACROSS).train(2)
     run.comm.audit()
-    assert {alert.group for alert in run.comm.alerts()} == {group.group.name for group in run.comm.groups}
+    assert {alert.group for alert in run.comm.alerts()} == {group.view.name for group in run.comm.groups}
     run.evaluate()
-    (experts,) = (group for group in run.comm.groups if group.group.name == "blocks.0.moe.experts")
+    (experts,) = (group for group in run.comm.groups if group.view.name == "blocks.0.moe.experts")
     if dist.get_rank() == 3:
         experts.replica.rows.view(torch.int16)[0, 0] ^= 1
     # The ranks that hold these experts find it; the others have nothing to find.
@@ -166,4 +166,4 @@ def test_groups_of_one_owner_are_numbered() -> None:
             shard_placement_fn=lambda p: _fsdp_common.ShardPlacementResult(None, infos[p.shape[0]]),
         )
         comm = quantize_communication(model, topology=1)
-        assert [group.group.name for group in comm.groups] == ["(root)", "(root) (2)"]
+        assert [group.view.name for group in comm.groups] == ["(root)", "(root) (2)"]

@@ -129,16 +129,16 @@ def test_parameters_of_another_dtype_travel_as_they_are_beside_differences() -> 
     run = Run(build(), QUANTIZED, topology=1).train(3)
     run.evaluate()
     assert_replicas_identical(run.comm)
-    block = next(group for group in run.comm.groups if group.group.name == "blocks.0")
-    segments = block.group.segments
-    exact = [segment for segment in segments if segment.holds_bits]
-    assert {segment.name for segment in exact} == {f"blocks.0.ln{i}.{kind}" for i in (1, 2) for kind in KINDS}
+    block = next(group for group in run.comm.groups if group.view.name == "blocks.0")
+    params = block.view.params
+    exact = [param for param in params if param.holds_bits]
+    assert {param.name for param in exact} == {f"blocks.0.ln{i}.{kind}" for i in (1, 2) for kind in KINDS}
     assert "4 of another dtype in full precision" in " ".join(run.comm.explain().split())
-    for segment in exact:
-        assert torch.equal(segment.local_view(block.replica.own_shard), segment.local)
+    for param in exact:
+        assert torch.equal(param.local_view(block.replica.own_shard), param.local)
     # Two nodes: one message of matrices in 4 bits, biases in 8 bits and norms in 32 bits.
-    matrices = sum(s.numel for s in segments if s.sharded.dim() == 2)
-    biases = [s.numel for s in segments if s.sharded.dim() == 1 and not s.holds_bits]
+    matrices = sum(s.numel for s in params if s.sharded.dim() == 2)
+    biases = [s.numel for s in params if s.sharded.dim() == 1 and not s.holds_bits]
     least = matrices / 2 + sum(biases) + 4 * sum(s.numel for s in exact)
     sent = block.weight_traffic.last_step.inter_bytes
     assert block.full_refreshes == 0 and least < sent < least + 2 * (matrices / 32) + 4 * 128
@@ -156,15 +156,15 @@ def test_rows_of_gradients_follow_the_order_of_fsdp2() -> None:
     assert_close_to_plain(narrow)
     run = Run(build(narrow_gradients=True), QUANTIZED, topology=1)
     run.backward()
-    block = next(group.group for group in run.comm.groups if group.group.name == "blocks.0")
-    order = [segment.name for segment in block.segments]
+    block = next(group.view for group in run.comm.groups if group.view.name == "blocks.0")
+    order = [param.name for param in block.params]
     apart = {name for name in order if name.endswith(("ln1.weight", "fc2.weight"))}
     ends = block._gradient_order[:2], block._gradient_order[-2:]
     assert apart in [{order[i] for i in end} for end in ends]
-    numel = sum(segment.numel for segment in block.segments)
+    numel = sum(param.numel for param in block.params)
     sections = block.gradient_sections(numel, unit=128, separate=True)
     fine = [end - start for section in sections if section.is_fine for start, end in section.ranges]
-    assert sum(fine) == sum(segment.numel for segment in block.segments if segment.sharded.dim() == 1)
+    assert sum(fine) == sum(param.numel for param in block.params if param.sharded.dim() == 1)
 
 
 @on_ranks(2)

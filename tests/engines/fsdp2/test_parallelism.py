@@ -119,10 +119,10 @@ class TensorParallelRun(Run):
         }
         assert len(copies) == len(params) - 6  # two matrices and a bias per block
         for group in self.comm.groups if self.comm is not None else []:
-            for segment in group.group.segments:
-                assert bool(segment.split_over) == (segment.name not in copies)
-                if segment.name in copies and group.replica is not None:
-                    copies[f"held {segment.name}"] = group.replica.rows[..., segment.start : segment.end]
+            for param in group.view.params:
+                assert bool(param.split_over) == (param.name not in copies)
+                if param.name in copies and group.replica is not None:
+                    copies[f"held {param.name}"] = group.replica.rows[..., param.start : param.end]
         peers: list[Any] = [None] * 4
         dist.all_gather_object(peers, (self.losses, copies))
         for (first, ours), (second, theirs) in (peers[:2], peers[2:]):
@@ -173,14 +173,14 @@ def check_sections() -> None:
     """Tensor-parallel copies share no section with what is split."""
     run = TensorParallelRun(QUANTIZED).train(2)
     run.evaluate()
-    group = run.comm.groups[1].group
+    group = run.comm.groups[1].view
     for separate in (True, False):  # copies are apart in any case
         sections = group.gradient_sections(group.shard_numel, unit=128, separate=separate)
         for section in sections:
             inside = [
-                bool(segment.split_over)
-                for segment in group.segments
-                if common_ranges(section.ranges, [(segment.start, segment.end)])
+                bool(param.split_over)
+                for param in group.params
+                if common_ranges(section.ranges, [(param.start, param.end)])
             ]
             assert len(set(inside)) == 1
         assert any(section.is_fine for section in sections) == separate
@@ -232,9 +232,9 @@ def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> Non
     run = TensorParallelRun(replace(QUANTIZED, audit=AuditConfig(on_mismatch="resync"))).train(2)
     run.evaluate()
     group = run.comm.groups[1]
-    assert [len(g.group.copied_over) for g in run.comm.groups] == [0, 1, 1, 0]
+    assert [len(g.view.copied_over) for g in run.comm.groups] == [0, 1, 1, 0]
     if dist.get_rank() == 1:
-        split = next(segment for segment in group.group.segments if segment.split_over)
+        split = next(param for param in group.view.params if param.split_over)
         with torch.no_grad():
             group.replica.rows[0, ..., split.start] += 1.0
     with warnings.catch_warnings():
@@ -247,8 +247,8 @@ def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> Non
     rank, groups = dist.get_rank(), run.comm.groups
     listed = groups[1:3] if rank % 2 else groups
     flags = torch.full((len(listed),), rank)
-    reduce_over_copies(flags, [each.group for each in listed], host=None, op=dist.ReduceOp.MAX)
-    assert flags.tolist() == [rank | 1 if each.group.copied_over else rank for each in listed]
+    reduce_over_copies(flags, [each.view for each in listed], host=None, op=dist.ReduceOp.MAX)
+    assert flags.tolist() == [rank | 1 if each.view.copied_over else rank for each in listed]
 
     saved = run.comm.state_dict()
     if rank % 2:
@@ -299,7 +299,7 @@ def two_roots(config: SDP4BitConfig | None) -> list[float]:
     run.comm = config and sdp4bit.quantize_communication(pair, topology=2, config=config)
     run.train(1)
     if config:
-        names = [group.group.name for group in run.comm.groups]
+        names = [group.view.name for group in run.comm.groups]
         assert names == ["part0", "part0.block", "part1", "part1.block"]
         assert run.comm.stats()["steps"] == 1
     return run.finish()

@@ -128,7 +128,7 @@ def test_gathering_a_group_allocates_less_than_the_group(config: SDP4BitConfig) 
     """FSDP2's tensors hold what is gathered; nothing else is as large."""
     with simulate(world=32) as sim:
         run = FSDPRun(replace(config, telemetry=None), prepare=prefetch, topology=8).train(2)
-        group = next(each.group for each in run.comm.groups if each.group.name == "blocks.1")
+        group = next(each.view for each in run.comm.groups if each.view.name == "blocks.1")
         held = dict(sim.allocated)
         sim.peak = dict(held)
         run.train(1)

@@ -91,15 +91,15 @@ def test_differences_are_those_of_the_fp32_weights() -> None:
         run.evaluate()
     for comm in run.comm.groups:
         row, held = sent[comm.replica], {}
-        for segment in comm.group.segments:
-            local = segment.local
-            held[segment.name] = local.held if isinstance(local, InHighPrecision) else local
-            assert torch.equal(segment.local_view(row), held[segment.name]), segment.name
+        for param in comm.view.params:
+            local = param.local
+            held[param.name] = local.held if isinstance(local, InHighPrecision) else local
+            assert torch.equal(param.local_view(row), held[param.name]), param.name
         assert row.dtype == torch.float32 and not torch.equal(row, row.bfloat16().float())
 
 
 def refreshes_of(run: Run) -> dict[str, int]:
-    return {comm.group.name: comm.full_refreshes + comm.refreshes for comm in run.comm.groups}
+    return {comm.view.name: comm.full_refreshes + comm.refreshes for comm in run.comm.groups}
 
 
 @TRAINS

@@ -82,8 +82,8 @@ def adapting(config: SDP4BitConfig | None) -> list[float]:
 def assert_only_trainable_parameters_are_sent(run: Run) -> None:
     grid = Grid(nodes=2, ranks_per_node=2)
     for comm in run.comm.groups:
-        group, config = comm.group, run.comm.config
-        trainable = sum(s.end - s.start for s in group.segments if s.sharded.requires_grad)
+        group, config = comm.view, run.comm.config
+        trainable = sum(s.end - s.start for s in group.params if s.sharded.requires_grad)
         times = 1 if group.name == "(root)" else 2  # the root's weights stay for the backward
         weights = [weight_gather(group.shard_numel, grid=grid, config=config.weights, times=times)]
         gradients = []
@@ -169,7 +169,7 @@ def visiting(config: SDP4BitConfig | None) -> list[float]:
         fully_shard(module, mesh=mesh, mp_policy=POLICY)
     run = Run(model, config, ordered=True).train(2)
     if config is not None:
-        replicas = {g.group.name: g.replica.rows.dtype for g in run.comm.groups}
+        replicas = {g.view.name: g.replica.rows.dtype for g in run.comm.groups}
         assert list(replicas) == ["zoo", "zoo.experts", "zoo.columns", "zoo.norm", "zoo.first"]
         assert [name for name, dtype in replicas.items() if dtype == torch.float32] == ["zoo.norm"]
     return run.finish()
@@ -340,13 +340,13 @@ def mixing(config: SDP4BitConfig | None) -> list[float]:
         root, *layers = run.comm.groups
         assert root.replica is not None
         for layer in layers:
-            reason, has_gradients = REASONS[layer.group.name], layer.group.name != "layers.1"
+            reason, has_gradients = REASONS[layer.view.name], layer.view.name != "layers.1"
             assert layer.replica is None and layer.weights_unquantized_reason == reason
             assert layer.gradient_bits == (4 if config is QUANTIZED and has_gradients else None)
             assert layer.reductions == (2 if has_gradients else 0)
             # A ring over 2 x 2 ranks, in forward and backward.
-            sent, group = layer.weight_traffic.last_step, layer.group
-            row = sum((s.end - s.start) * (group.row_dtype or s.dtype).itemsize for s in group.segments)
+            sent, group = layer.weight_traffic.last_step, layer.view
+            row = sum((s.end - s.start) * (group.row_dtype or s.dtype).itemsize for s in group.params)
             assert sent.intra_bytes == sent.inter_bytes == 3 * row
             assert (sent.intra_bytes, sent.inter_bytes) == (sent.plain_intra_bytes, sent.plain_inter_bytes)
             assert reason in flat(run.comm.explain())
@@ -370,7 +370,7 @@ def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
             # A ring over all ranks in forward and, of rows of twice the size, over a pair in backward.
             sent, row = (
                 group.weight_traffic.last_step,
-                group.group.shard_numel * group.group.row_dtype.itemsize,
+                group.view.shard_numel * group.view.row_dtype.itemsize,
             )
             expected = (3.5 * row, 1.5 * row) if topology == 2 else (0, 5 * row)
             assert (sent.intra_bytes, sent.inter_bytes) == expected

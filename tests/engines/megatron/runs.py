@@ -324,7 +324,7 @@ def expected_traffic(run: MegatronRun) -> dict[str, int]:
     """Return bytes and collectives of a step with QUANTIZED, by the layouts of its messages."""
     intra = inter = collectives = 0
     for comm in run.comm.groups:
-        numel, nodes, ranks_per_node = comm.group.shard_numel, comm.layout.nodes, comm.layout.ranks_per_node
+        numel, nodes, ranks_per_node = comm.view.shard_numel, comm.layout.nodes, comm.layout.ranks_per_node
         difference = MessageLayout(numel=numel, bits=4, group_size=2048).nbytes
         if nodes > 1:
             gradient = MessageLayout(numel=numel, bits=4, group_size=128).nbytes

@@ -36,7 +36,7 @@ def add_outliers(comm: Any) -> None:
         spoilt.view(-1)[::131] += 20 * gradient.float().square().mean().sqrt().to(gradient.dtype)
         return spoilt
 
-    for parameter in comm.group.parameters:
+    for parameter in comm.view.parameters:
         parameter.register_hook(add)
 
 
@@ -44,7 +44,7 @@ def alerts_of_a_run() -> list[Alert]:
     results = []
     for config in (replace(CONFIG, alerts=None), CONFIG):
         run = MegatronRun(config, topology=1, transformer=MOE, ddp={"bucket_size": 10_000}, overlap=True)
-        dense = [comm for comm in run.comm.groups if not comm.group.is_expert]
+        dense = [comm for comm in run.comm.groups if not comm.view.is_expert]
         add_outliers(dense[-1])
         results.append(run.train(3).finish())
     assert results[0] == results[1]
@@ -54,8 +54,8 @@ def alerts_of_a_run() -> list[Alert]:
         measure: [(alert.step, alert.group) for alert in alerts if alert.measure == measure]
         for measure in ("gradient_error", "weight_error")
     }
-    assert by_measure["gradient_error"] == [(2, dense[-1].group.name)]
-    assert {name for _, name in by_measure["weight_error"]} == {comm.group.name for comm in dense}
+    assert by_measure["gradient_error"] == [(2, dense[-1].view.name)]
+    assert {name for _, name in by_measure["weight_error"]} == {comm.view.name for comm in dense}
     return alerts
 
 

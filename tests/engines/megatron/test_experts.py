@@ -39,7 +39,7 @@ def check_bytes(run: MegatronRun) -> None:
     with count_sent_bytes(2) as sent:
         run.train(1)
     for comm in run.comm.groups:
-        grid = (2, 1) if comm.group.is_expert else (2, 2)
+        grid = (2, 1) if comm.view.is_expert else (2, 2)
         assert (comm.layout.nodes, comm.layout.ranks_per_node) == grid
     expected = expected_traffic(run)
     assert sent == {"intra": expected["intra_bytes"], "inter": expected["inter_bytes"]}

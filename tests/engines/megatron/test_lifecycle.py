@@ -170,7 +170,7 @@ def test_resume_is_bit_exact(overlap: bool) -> None:
 
 def flip_bit(run: MegatronRun, *, rank: int) -> str:
     """Flip one bit of one rank's parameters; return the bucket's name."""
-    bucket = run.comm.groups[0].group
+    bucket = run.comm.groups[0].view
     if dist.get_rank() == rank:
         bucket.weights.view(torch.int16)[7] ^= 1 << 2
     return str(bucket.name)

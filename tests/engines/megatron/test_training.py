@@ -116,7 +116,7 @@ def counted_bytes(*, nodes: int, ranks_per_node: int) -> None:
     expected, stats = expected_traffic(run), run.comm.stats()
     assert expected.items() <= stats["last_step"].items()
     inter = expected["inter_bytes"]
-    row_bytes = sum(comm.group.shard_numel for comm in run.comm.groups) * (4 + 2)
+    row_bytes = sum(comm.view.shard_numel for comm in run.comm.groups) * (4 + 2)
     if nodes > 1:
         plain = row_bytes * (nodes * ranks_per_node - 1) / ranks_per_node
         assert stats["compression_ratio"] == pytest.approx(plain / inter)
@@ -238,7 +238,7 @@ def pipelined(config: SDP4BitConfig | None, chunks: int, mode: dict[str, Any]) -
     run = MegatronRun(config, pp=2, chunks=chunks, layers=2 * chunks, **mode).train(3)
     result = run.finish()
     if config is not None:
-        names = {comm.group.name.partition(".")[0] for comm in run.comm.groups}
+        names = {comm.view.name.partition(".")[0] for comm in run.comm.groups}
         assert names == {f"chunk{number}" for number in range(chunks)}
         ends = ("word_embeddings.weight", "output_layer.weight")
         (tied,) = (p for name, p in run.parameters().items() if name.endswith(ends))

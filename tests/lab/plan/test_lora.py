@@ -80,7 +80,7 @@ def count(per_node: int) -> dict[str, tuple[float, ...]]:
             optimizer.zero_grad()
     model(torch.randn(4, HIDDEN))  # ends the step
     sent = {
-        group.group.name: sum((c.last_step for c in group.counters[1:]), group.counters[0].last_step)
+        group.view.name: sum((c.last_step for c in group.counters[1:]), group.counters[0].last_step)
         for group in comm.groups
     }
     counted = {

@@ -159,7 +159,7 @@ def rows_of_fsdp(config: PretrainConfig) -> list[tuple[str, int, list[tuple[str,
     ranks = this_rank()
     mesh = init_device_mesh("cpu", (1, ranks.world_size, 1), mesh_dim_names=("pipeline", "data", "tensor"))
     groups = find_groups(shard_chunks(config, layout=RankLayout(mesh=mesh, ranks=ranks)))
-    return [(g.name, g.shard_numel, [(s.name, s.start, s.end) for s in g.segments]) for g in groups]
+    return [(g.name, g.shard_numel, [(s.name, s.start, s.end) for s in g.params]) for g in groups]
 
 
 def test_rows_are_those_of_fsdp(text: Path, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_rows_are_those_of_fsdp(text: Path, tmp_path: Path) -> None:
     found = []
     for name, members in parameter_groups(model):
         rows = RowLayout({member: parameters[member] for member in members}, ranks=3)
-        found.append((name, rows.numel, [(s.name, s.start, s.end) for s in rows.segments]))
+        found.append((name, rows.numel, [(s.name, s.start, s.end) for s in rows.params]))
     assert all(result == found for result in run_ranks(rows_of_fsdp, 3, config))
 
 

@@ -93,7 +93,7 @@ def held(job: Job) -> dict[str, torch.Tensor]:
 
 
 def replicas(job: Job) -> dict[str, torch.Tensor]:
-    return {group.group.name: group.replica.rows for group in job.comm.groups}
+    return {group.view.name: group.replica.rows for group in job.comm.groups}
 
 
 def check_every_layout(text: Path, folder: Path) -> None:

@@ -9,23 +9,23 @@ from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.engines.edits import change_squares
 from sdp4bit.engines.fsdp2.freshness import Event, Freshness, State, next_refresh
-from sdp4bit.engines.fsdp2.view import FSDPGroup
+from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.observe.measures import sample_of
 from sdp4bit.quantization.ops import checksum
 
 
-class FSDPGroupState(Group):
+class FSDPGroup(Group):
     """A parameter group with its quantizers, and the decision when its replica is refreshed."""
 
-    group: FSDPGroup
+    view: FSDPView
 
-    def __init__(self, group: FSDPGroup, *, index: int, layout: Nodes, replicas: Nodes | None) -> None:
-        super().__init__(group, index=index, layout=layout, replicas=replicas)
-        self.data_rank, self.data_ranks_of_replicas = group.data_rank, group.data_ranks_of_replicas
-        self.fresh = Freshness(group, nodes=layout.nodes)
-        # HSDP: gradients were reduced over shards but not over replicas since.
-        self.awaits_replicas = False
+    def __init__(self, view: FSDPView, *, index: int, layout: Nodes, replicate: Nodes | None) -> None:
+        super().__init__(view, index=index, layout=layout, replicate=replicate)
+        self.data_rank, self.replicate_data_ranks = view.data_rank, view.replicate_data_ranks
+        self.fresh = Freshness(view, nodes=layout.nodes)
+        # HSDP: gradients were reduced over shards but not over the replicate dimension since.
+        self.awaits_all_reduce = False
 
     @property
     def refresh_is_full(self) -> bool:
@@ -36,19 +36,19 @@ class FSDPGroupState(Group):
         return self.replica is not None and self.replica.sends_differences
 
     def has_unsummed_gradients(self) -> bool:
-        """Return whether gradients exist that were not summed over replicas."""
-        return self.awaits_replicas and any(s.sharded.grad is not None for s in self.group.segments)
+        """Return whether gradients exist that were not summed over the replicate dimension."""
+        return self.awaits_all_reduce and any(s.sharded.grad is not None for s in self.view.params)
 
     def values_of(self, row: Tensor) -> Tensor:
         """Return the part of a row [n] that holds values and not bits."""
-        return row if self.group.value_ranges is None else sample_of(row, self.group.value_ranges)
+        return row if self.view.value_ranges is None else sample_of(row, self.view.value_ranges)
 
     def change_squares(self) -> Tensor:
         """Return |main - replica|^2 and |main|^2 over this rank's shard, fp64 [2]."""
         assert self.replica is not None
         loaded = self.fresh.loaded_row
         held = self.replica.own_shard if loaded is None else loaded
-        main = self.group.main_shard(held.dtype)
+        main = self.view.main_shard(held.dtype)
         return change_squares(self.values_of(main), self.values_of(held))
 
     def awaits_refresh(self) -> bool:
@@ -56,23 +56,23 @@ class FSDPGroupState(Group):
         return seen.has_stepped or seen.was_loaded or self.fresh.state is not State.CURRENT
 
     def remarks(self) -> Remarks:
-        segments = self.group.segments
-        frozen = sum(not segment.sharded.requires_grad for segment in segments)
-        exact = sum(segment.sharded.requires_grad and segment.holds_bits for segment in segments)
+        params = self.view.params
+        frozen = sum(not param.sharded.requires_grad for param in params)
+        exact = sum(param.sharded.requires_grad and param.holds_bits for param in params)
         weights = [f"{frozen} frozen not sent"] if frozen else []
         weights += [f"{exact} of another dtype in full precision"] if exact else []
-        return Remarks(weights=weights, gradients="none, all frozen" if frozen == len(segments) else "")
+        return Remarks(weights=weights, gradients="none, all frozen" if frozen == len(params) else "")
 
     def main_copy(self) -> ReplicaCopy | None:
-        """Return a checksum of the main shard if quantized all-reduces keep it equal on replicas (HSDP)."""
-        if self.all_reduce is None or self.replica_layout is None:
+        """Return a checksum of the main shard if quantized all-reduces keep it equal over HSDP ranks."""
+        if self.all_reduce is None or self.replicate_layout is None:
             return None
-        assert self.group.replicas is not None
+        assert self.view.replicate is not None
         return ReplicaCopy(
-            name=f"{self.group.name} (main weights)",
-            rows=checksum(self.group.main_shard(torch.float32)).view(1),
-            layout=self.replica_layout,
-            process_group=self.group.replicas,
+            name=f"{self.view.name} (main weights)",
+            rows=checksum(self.view.main_shard(torch.float32)).view(1),
+            layout=self.replicate_layout,
+            process_group=self.view.replicate,
             is_full=True,
             traffic=self.all_reduce_traffic,
             can_be_refreshed=False,
