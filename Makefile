@@ -26,7 +26,7 @@ LAUNCHERS := kubeflow_trainer_api 'ray[train]' torchft
 TORCHTITAN_NEEDS := einops spmd_types torch_checkpointing torchdata triton tyro
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-unit test-slow test-ecosystem test-torch test-pytorch check format clean
+.PHONY: help install demo docs test test-unit test-slow test-ecosystem gpu-report test-torch test-pytorch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,10 @@ $(ECOSYSTEM)/.installed: pyproject.toml constraints.txt constraints-ecosystem.tx
 	$(ECOSYSTEM_INSTALL) --no-build-isolation -e . pytest pytest-timeout $(TRAINERS) $(LAUNCHERS) $(TORCHTITAN_NEEDS)
 	$(ECOSYSTEM_INSTALL) --no-deps torchtitan
 	touch $@
+
+gpu-report: $(STAMP) ## measure a machine with a GPU in 10 minutes, into results/gpu/NAME: NAME=h100-pcie
+	@test -n '$(NAME)' || { echo 'name the machine: make gpu-report NAME=h100-pcie'; exit 2; }
+	$(BIN)/python -m benchmarks.gpu_report $(NAME)
 
 test-torch: ## run the tests on another torch: VERSION=2.15.0, and PYTHON=python3.12, TESTS=tests/engines if need be
 	@test -n '$(VERSION)' || { echo 'which torch? make test-torch VERSION=2.15.0 [PYTHON=python3.12] [TESTS=...]'; exit 2; }

@@ -272,8 +272,17 @@ def predictions(result: dict[str, Any]) -> str:
     ]
     return (
         f"## Prediction for GPUs\n\n**A calculation of {result['date']}, not a measurement.** "
-        f"{result['note']} No GPU has been measured.\n\n{table(result['columns'], rows)}"
+        f"{result['note']}\n\n{table(result['columns'], rows)}"
     )
+
+
+def gpu_section(reports: dict[str, dict[str, str]]) -> str:
+    """Return the machines with GPUs that have sent a report, with the result of each part."""
+    if not reports:
+        return "No GPU has been measured.\n"
+    names = list(dict.fromkeys(part for parts in reports.values() for part in parts))
+    rows = [[name, *(parts.get(each, "–") for each in names)] for name, parts in reports.items()]
+    return f"## Reports of machines with GPUs\n\n{table(['machine', *names], rows)}"
 
 
 GAINS = {
@@ -340,6 +349,20 @@ class Results:
         return next(each for each in self.accuracy if len(losses(each)) >= FEWEST_DRAWN)
 
     @cached_property
+    def kernels(self) -> list[dict[str, Any]]:
+        """Times of the operators on all devices."""
+        folder = self.root / "results"
+        paths = [*sorted((folder / "kernels").glob("*")), *sorted((folder / "gpu").glob("*/kernels.json"))]
+        return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+    @cached_property
+    def gpu_reports(self) -> dict[str, dict[str, str]]:
+        """Result of each part of `benchmarks.gpu_report`, by the names of the machines."""
+        paths = sorted((self.root / "results" / "gpu").glob("*/report.json"))
+        found = {path.parent.name: json.loads(path.read_text(encoding="utf-8"))["parts"] for path in paths}
+        return {name: {part: each["result"] for part, each in of.items()} for name, of in found.items()}
+
+    @cached_property
     def clusters(self) -> list[dict[str, Any]]:
         """Results of the emulated cluster, one per layout, smallest first."""
         return cluster_results(self.root / "results" / "cluster")
@@ -353,8 +376,6 @@ class Results:
             "relative to the baseline with the same seeds; intervals by Student's t."
         )
         sections = "\n".join(map(loss_section, self.accuracy))
-        folder = self.root / "results"
-        kernels = [self._read(f"kernels/{path.name}") for path in sorted((folder / "kernels").glob("*"))]
         profiles = [self._read(f"profile/{name}.json") for name in ("fair", "sdp4bit")]
         speed = "\n".join([*map(cluster_section, self.clusters), profile_section(profiles)])
         pages = {
@@ -363,8 +384,8 @@ class Results:
             "[How this is measured](../speed.md). Medians of several runs, with the lowest and the highest. "
             f"MB: sent by a node per step.\n\n{speed}",
             "docs/results/kernels.md": (
-                f"{NOTICE}# Times of all operators\n\n{kernels_page(kernels)}\n"
-                f"{predictions(self._read('gpu/predictions.json'))}"
+                f"{NOTICE}# Times of all operators\n\n{kernels_page(self.kernels)}\n"
+                f"{predictions(self._read('gpu/predictions.json'))}\n{gpu_section(self.gpu_reports)}"
             ),
             "docs/results/planning.md": planning_page(self._read("planning.json")),
             "docs/results/studies.md": studies_page(self.root / "experiments"),

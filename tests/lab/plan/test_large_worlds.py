@@ -150,7 +150,7 @@ def check_step(
     assert {name: reported[name] for name in names} == {name: round(total[name]) for name in names}
     assert counter.sent == pytest.approx({name: total[name] for name in counter.sent}, rel=1e-12)
     rows = sum(group.row_numel for group in planned)
-    return rows * grid.size / sum(group.view.numel for group in planned)
+    return rows * grid.size / sum(group.group.numel for group in planned)
 
 
 DEFAULT, PLAIN = SDP4BitConfig(), SDP4BitConfig(weights=None, gradients=None)

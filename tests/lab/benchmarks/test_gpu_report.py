@@ -1,0 +1,110 @@
+"""The report of a machine with GPUs: a part that fails or hangs does not lose the others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_report import ROOT, Part, parts, run_part
+from benchmarks.tables import Results
+
+
+def _report(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_report",
+        *arguments,
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+
+
+@pytest.mark.parametrize(
+    ("command", "seconds", "result", "last"),
+    [
+        (["this"], 60, "passed", "Namespaces are one honking great idea"),
+        (["no_such_module"], 60, "failed", "No module named no_such_module"),
+        (["http.server", "0", "--bind", "127.0.0.1"], 1, "timed out", ""),
+        (["pytest", "-q", "tests/kernels/test_triton_device.py"], 120, "skipped", "skipped"),
+    ],
+)
+def test_outcome_of_a_part(command: list[str], seconds: int, result: str, last: str, tmp_path: Path) -> None:
+    part = Part(name="part", about="a test", command=command, seconds=seconds)
+    outcome = run_part(part, tmp_path)
+    if command[0] == "pytest" and torch.cuda.is_available():
+        result, last = "passed", "passed"
+    assert outcome["result"] == result
+    assert outcome["command"].startswith(f"python -m {command[0]}")
+    if last:
+        assert last in outcome["output"][-1]
+
+
+def test_a_part_writes_beside_the_report(tmp_path: Path) -> None:
+    """Launches and host time are measured on the CPU too; without a GPU there are no launches to count."""
+    done = _report("try", "--parts", "profile", out=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "try" / "report.json").read_text())
+    assert report["parts"]["profile"]["result"] == "passed"
+    profile = json.loads((tmp_path / "try" / "profile.json").read_text())
+    # Two blocks are gathered twice and the root once; each is reduced once.
+    assert profile["sdp4bit"]["calls"] == pytest.approx((2 + 2 + 1 + 3) / 3)
+    assert profile["plain"]["calls"] == 0
+    assert profile["sdp4bit"]["hook_us"] > 0
+    assert profile["sdp4bit"]["launches"] is None
+
+
+@pytest.mark.slow
+def test_all_parts_on_a_cpu(tmp_path: Path) -> None:
+    done = _report("try", out=tmp_path)
+    report = json.loads((tmp_path / "try" / "report.json").read_text())
+    results = {name: part["result"] for name, part in report["parts"].items()}
+    assert results.pop("tests") == "skipped"
+    assert set(results.values()) == {"passed"}, done.stdout
+    files = {path.stem for path in (tmp_path / "try").glob("*.json")}
+    assert files == {"report", *results}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["../elsewhere"], "is no name"),
+        (["try", "--parts", "kernel"], "--parts kernel is unknown: use tests, kernels, selftest"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], text: str, tmp_path: Path) -> None:
+    done = _report(*arguments, out=tmp_path)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_ten_minutes(tmp_path: Path) -> None:
+    """The limits of all parts together are 12 minutes; what takes 10 is measured on a GPU."""
+    assert sum(part.seconds for part in parts(tmp_path, tmp_path, device="cuda")) <= 12 * 60
+
+
+def test_pages_show_what_was_sent(tmp_path: Path) -> None:
+    """Kernel times of a report join the tables of their device."""
+    folder = tmp_path / "results" / "gpu" / "h100"
+    folder.mkdir(parents=True)
+    row = {"op": "copy", "bits": None, "elements": 1024, "seconds": 1e-3, "share_of_copy": 1.0}
+    machine = {
+        **{"cpu": "a CPU", "cores": 8, "gpu": "an H100", "commit": "unknown", "command": "c"},
+        **{"versions": {"torch": "2"}, "date": "2026-11-25"},
+    }
+    (folder / "kernels.json").write_text(json.dumps({"machine": machine, "rows": [row]}))
+    (folder / "report.json").write_text(
+        json.dumps({"machine": machine, "device": "cuda", "parts": {"tests": {"result": "passed"}}})
+    )
+    results = Results(root=tmp_path)
+    assert [run["machine"]["gpu"] for run in results.kernels] == ["an H100"]
+    assert results.gpu_reports == {"h100": {"tests": "passed"}}
