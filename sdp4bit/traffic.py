@@ -8,19 +8,39 @@ from typing import Literal
 
 from sdp4bit.quantization.layout import JointLayout
 
-Level = Literal["intra", "inter"]  # inside a node or between nodes
+Level = Literal["intra", "inter", "outer"]
+"""Inside a node, between nodes (with blocks: of one block), or between blocks of nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Ranks that communicate: nodes x ranks_per_node."""
+    """Ranks that communicate: nodes x ranks_per_node. Nodes may form blocks of equal size."""
 
     nodes: int
     ranks_per_node: int
+    blocks: int = 1
 
     @property
     def size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def levels(self) -> dict[Level, int]:
+        """The ranks that exchange messages at each level, innermost first; 1 if the level does not exist.
+
+        A rank's index is a number with these digits, the first one lowest.
+        """
+        return {"intra": self.ranks_per_node, "inter": self.nodes // self.blocks, "outer": self.blocks}
+
+    def describe(self) -> str:
+        """Return nodes x ranks per node as text; with blocks, blocks x nodes of a block x ranks per node."""
+        intra, inter, outer = self.levels.values()
+        return (f"{outer} x " if outer > 1 else "") + f"{inter} x {intra}"
+
+    def apart(self, level: Level) -> int:
+        """Return the difference between the indices of successive ranks of a level."""
+        inside = {"intra": 1, "inter": self.ranks_per_node, "outer": self.size // self.blocks}
+        return inside[level]
 
 
 ALONE = Grid(nodes=1, ranks_per_node=1)
@@ -99,7 +119,7 @@ class TrafficCounter:
         self.current_step.padding_bytes += layout.padding_bytes * copies * peers
 
     def count_bytes(self, nbytes: int, *, level: Level, peers: int) -> None:
-        """Count `nbytes` to each of `peers` ranks of the level ("intra" or "inter")."""
+        """Count `nbytes` to each of `peers` ranks of the level; all levels between nodes are one sum."""
         if level == "intra":
             self.current_step.intra_bytes += nbytes * peers
         else:

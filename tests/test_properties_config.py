@@ -153,8 +153,7 @@ def check_node_layout(case: tuple[list[int], list[str], int, int]) -> None:
     layout = arrange(ranks, labels)
     assert (layout.ranks, layout.nodes, layout.ranks_per_node) == (tuple(ranks), nodes, per_node)
     assert layout.size == len(ranks)
-    intra = [layout.intra_ranks(node) for node in range(nodes)]
-    inter = [layout.inter_ranks(local) for local in range(per_node)]
+    intra, inter = layout.members("intra"), layout.members("inter")
     assert [rank for members in intra for rank in members] == ranks
     assert sorted(rank for peers in inter for rank in peers) == ranks
     for node, members in enumerate(intra):

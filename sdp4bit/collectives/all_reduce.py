@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.errors import PLACES
-from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows
+from sdp4bit.collectives.exchange import all_gather_blocks
 from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_stride_and_length
 from sdp4bit.collectives.pipeline import group_unit, pipelined, run
 from sdp4bit.collectives.reduce_scatter import (
@@ -197,7 +197,7 @@ class QuantizedAllReduce:
         reduced_over = topology
         if self._pieces.count < layout.size:
             # Two nodes: each reduces the same pieces, and step 5 adds the sums of both.
-            node = replace(layout, ranks=tuple(layout.intra_ranks(topology.node)), nodes=1)
+            node = replace(layout, ranks=tuple(layout.members("intra")[topology.node]), nodes=1)
             reduced_over = replace(topology, layout=node, node=0, inter=None)
         self._reduction = QuantizedReduceScatter(
             reduced_over,
@@ -244,7 +244,7 @@ class QuantizedAllReduce:
         Steps:
         1. Quantized reduce-scatter. Each rank has the sum of its piece (with two nodes: over its node).
         2. Transform and quantize it to one message.
-        3. All-gather of the messages between nodes.
+        3. All-gather of the messages between nodes; with blocks of nodes between blocks, then in the block.
         4. All-gather of the result in the node.
         5. Dequantize all messages, add those of the same piece, and transform back.
 
@@ -286,20 +286,20 @@ class QuantizedAllReduce:
                 sent = split_messages(messages, layout)
                 nonfinite += count_nonfinite([*map(upper_halves, sent, layout.layouts)])
 
-            # 3. and 4. All-gather between nodes, among ranks with the same local rank, then in the node. The
-            # blocks put message r = node * ranks_per_node + local rank into row r, as step 5 expects.
-            if topology.inter is not None:
-                peers = self._scratch.messages("gather inter", topology.nodes, layout.nbytes, device=device)
-                what = self._what("inter")
-                start_all_gather_rows(peers, messages[0], topology.inter, what=what).wait()
-                self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
-                messages = peers
-            if topology.intra is not None:
-                gathered = self._scratch.messages("gather intra", topology.size, layout.nbytes, device=device)
-                blocks = gathered.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
-                all_gather_blocks(blocks, messages, topology.intra, what=self._what("intra"))
-                copies, others = topology.nodes, topology.ranks_per_node - 1
-                self._traffic.count_messages(layout, level="intra", peers=others, copies=copies)
+            # 3. and 4. All-gather in the levels of the reduce-scatter, from the outermost one. The messages
+            # of a level are put between those that arrived before, so that message r = node * ranks_per_node
+            # + local rank is row r, as step 5 expects.
+            for level, size in reversed(topology.layout.levels.items()):
+                group = topology.group(level)
+                if group is None:
+                    continue
+                count = len(messages)
+                gathered = self._scratch.messages(
+                    f"gather {level}", count * size, layout.nbytes, device=device
+                )
+                blocks, what = gathered.view(count, size, layout.nbytes), self._what(level)
+                all_gather_blocks(blocks, messages, group, what=what)
+                self._traffic.count_messages(layout, level=level, peers=size - 1, copies=count)
                 messages = gathered
 
             # 5. Restore all pieces, this rank's own included, from the messages.

@@ -15,7 +15,11 @@ from torch.distributed import ProcessGroup
 
 from sdp4bit.traffic import Level
 
-PLACES: dict[Level, str] = {"intra": "inside the node", "inter": "between nodes"}
+PLACES: dict[Level, str] = {
+    "intra": "inside the node",
+    "inter": "between nodes",
+    "outer": "between blocks of nodes",
+}
 """Descriptions of the levels for messages."""
 _SIGNS = (
     "gloo/transport",

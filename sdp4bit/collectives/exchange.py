@@ -156,6 +156,9 @@ def all_gather_blocks(
         sent: [blocks, n], contiguous.
         what: description for errors.
     """
+    if len(sent) == 1:
+        start_all_gather_rows(received[0], sent[0], group, what=what).wait()
+        return
     if not _is_pairwise(group):
         # One call and one launch for all received[k], which are contiguous. torch's coalescing context
         # manager would cost the host some microseconds per block.
@@ -229,8 +232,7 @@ class GroupExchange:
         Args:
             index: number of the chunk.
         """
-        topology = self._topology
-        count = topology.ranks_per_node if level == "intra" else topology.nodes
+        count = self._topology.layout.levels[level]
         turn = index % CHUNKS_UNDER_WAY
         return self._scratch.messages(f"{level} {use} {turn}", count, nbytes, device=device)
 
@@ -246,7 +248,7 @@ class GroupExchange:
         what: str,
     ) -> PendingExchange:
         """Start an all-to-all among the ranks of a level; see `start_all_to_all`."""
-        group = self._topology.intra if level == "intra" else self._topology.inter
+        group = self._topology.group(level)
         assert group is not None
         return start_all_to_all(
             received, sent, group, overlaps=overlaps, skips_own=skips_own, tag=tag, what=what

@@ -22,7 +22,7 @@ INTRA_RATE, INTER_RATE = 300e9, 25e9
 The number of chunks depends on their square root, so a factor of four in a rate changes it by at most two."""
 CHUNK_SECONDS, PEER_SECONDS = 50e-6, 2e-6
 """Assumed cost of another chunk on two nodes, the latency of two all-to-alls (10 to 20 us each) and three
-kernels, and of each node beyond two, which is another message."""
+kernels, and of each further message to another node."""
 MOST_CHUNKS = 16
 CHUNKS_UNDER_WAY = 2
 """Chunks of a row that use messages of one level at the same time. A chunk fills its messages while its
@@ -57,7 +57,7 @@ def pipeline_chunks(numel: int, *, config: GradientConfig, grid: Grid) -> int:
     """Return the number of chunks of a row, the same on every rank; 1 if there is only one level.
 
     With c chunks, 1 / c of the shorter level's time T is not hidden, and chunks cost t each, which grows with
-    the number of nodes. The sum is smallest for c = sqrt(T / t), rounded down.
+    the number of messages. The sum is smallest for c = sqrt(T / t), rounded down.
     """
     if config.pipeline_chunks is not None:
         return config.pipeline_chunks
@@ -68,7 +68,8 @@ def pipeline_chunks(numel: int, *, config: GradientConfig, grid: Grid) -> int:
     inter = bytes_per_value(format_of(config.inter_bits), group_size=config.inter_group_size)
     intra, inter = numel * nodes * intra * (ranks_per_node - 1), numel * inter * (nodes - 1)
     shorter = min(intra / INTRA_RATE, inter / INTER_RATE)
-    cost = CHUNK_SECONDS + PEER_SECONDS * (nodes - 2)
+    hops = [size - 1 for size in grid.levels.values() if size > 1]
+    cost = CHUNK_SECONDS * len(hops) / 2 + PEER_SECONDS * (sum(hops[1:]) - 1)
     return min(MOST_CHUNKS, max(1, int(math.sqrt(shorter / cost))))
 
 

@@ -1,4 +1,4 @@
-"""Two-level quantized reduce-scatter, TLq-HS (paper section 3.2, algorithm 3)."""
+"""Quantized reduce-scatter in levels, TLq-HS (paper section 3.2, algorithm 3)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from sdp4bit.quantization.layout import JointLayout, MessageLayout, joint_layout
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
 
+STAGES: dict[Level, Stage] = {"intra": Stage.INTRA, "inter": Stage.INTER, "outer": Stage.OUTER}
 _EXPONENT = 0x7F80
 """The exponent of a bf16 number, or of the upper half of fp32: all ones in NaN and infinities."""
 
@@ -36,11 +37,13 @@ class Hop:
     stage: Stage
     size: int
     own: int  # index of this rank
+    apart: int  # difference between the group ranks of successive members
+    parts: int  # rows in a message: those of the receiver and of the ranks that it forwards to
     bits: Bits
     group_size: int
     rounding: Rounding
 
-    def layout(self, numel: int, *, parts: int, section: Section = WHOLE) -> MessageLayout:
+    def layout(self, numel: int, *, parts: int = 1, section: Section = WHOLE) -> MessageLayout:
         return section.layout(numel, bits=self.bits, group_size=self.group_size, parts=parts)
 
 
@@ -82,25 +85,22 @@ class SectionRows:
 
 def _hops(topology: Topology, config: GradientConfig) -> list[Hop]:
     """Return the all-to-alls in order; none for a world of one."""
-    intra = Hop(
-        level="intra",
-        stage=Stage.INTRA,
-        size=topology.ranks_per_node,
-        own=topology.local_rank,
-        bits=config.intra_bits,
-        group_size=config.intra_group_size,
-        rounding=config.intra_rounding,
-    )
-    inter = Hop(
-        level="inter",
-        stage=Stage.INTER,
-        size=topology.nodes,
-        own=topology.node,
-        bits=config.inter_bits,
-        group_size=config.inter_group_size,
-        rounding=config.inter_rounding,
-    )
-    return [hop for hop in (intra, inter) if hop.size > 1]
+    layout, hops = topology.layout, []
+    for level, size in layout.levels.items():
+        is_inside, apart = level == "intra", layout.apart(level)
+        hop = Hop(
+            level=level,
+            stage=STAGES[level],
+            size=size,
+            own=topology.place(level),
+            apart=apart,
+            parts=layout.size // (apart * size),
+            bits=config.intra_bits if is_inside else config.inter_bits,
+            group_size=config.intra_group_size if is_inside else config.inter_group_size,
+            rounding=config.intra_rounding if is_inside else config.inter_rounding,
+        )
+        hops += [hop] if size > 1 else []
+    return hops
 
 
 def as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | None:
@@ -138,8 +138,9 @@ def count_nonfinite(upper: Sequence[Tensor]) -> Tensor:
 class QuantizedReduceScatter:
     """Reduces rows over a group of nodes x ranks_per_node ranks; each rank receives its own row.
 
-    Several nodes with several ranks each take two levels. Otherwise there is one level, with the intra
-    settings inside a node or the inter settings between nodes. A world of one copies.
+    Several nodes with several ranks each take two levels, and three if the nodes form blocks. Otherwise there
+    is one level, with the intra settings inside a node or the inter settings between nodes. A world of one
+    copies.
     """
 
     def __init__(
@@ -177,9 +178,9 @@ class QuantizedReduceScatter:
         self.hadamard = config.hadamard and any(hop.bits is not None for hop in self.hops)
         last = self.hops[-1] if self.hops else None
         self.exact_own = (
-            config.exact_own and last is not None and last.level == "inter" and last.bits is not None
+            config.exact_own and last is not None and last.level != "intra" and last.bits is not None
         )
-        """Whether this node's part of the sum is not quantized on the hop between nodes."""
+        """Whether the part of the sum of this node, or of its block, is not quantized on the last hop."""
         self._seed = seed
         self._rank = topology.row if rank is None else rank
         self._rank_step = rank_step
@@ -196,7 +197,7 @@ class QuantizedReduceScatter:
 
     @property
     def group_unit(self) -> int:
-        """The least common multiple of the group sizes of both levels."""
+        """The least common multiple of the group sizes of all levels."""
         return group_unit(self.config, grid=self.topology.layout)
 
     def __call__(
@@ -211,8 +212,8 @@ class QuantizedReduceScatter:
     ) -> None:
         """Reduce rows over all ranks to this rank's row of the sum, times the multiplier.
 
-        The row is reduced in chunks (`pipeline_chunks`), each in the steps of `_reduce_chunk`. At most three
-        are in flight, and the result does not depend on their number.
+        The row is reduced in chunks (`pipeline_chunks`), each in the steps of `_reduce_chunk`. At most one
+        more than there are hops is in flight, and the result does not depend on their number.
 
         Args:
             output: [n], fp32, bf16 or fp16; may be this rank's row of the input.
@@ -309,7 +310,8 @@ class QuantizedReduceScatter:
         Steps:
         1. Transform and quantize one message per rank of the first hop.
         2. All-to-all in the node, or between nodes if there is no other hop.
-        3. With two levels: sum over the node, requantize one message per node; all-to-all between nodes.
+        3. For each further hop, between nodes and then between blocks of nodes: sum the received messages,
+           requantize one message per rank of the hop; all-to-all.
         4. Sum the messages of the last hop, transform back, and write the output.
 
         Args:
@@ -324,26 +326,23 @@ class QuantizedReduceScatter:
                 else:
                     part.section.put(part.section.take(part.rows[0]) * multiplier, part.output)
             return
-        (first, *second), last = self.hops, self.hops[-1]
+        (hop, *others), last = self.hops, self.hops[-1]
         inverse = multiplier * INVERSE_FACTOR if self.hadamard else multiplier
         device = sections[0].output.device
         # Message `own` of the last hop is neither written nor read if the sums begin with `totals`.
         own = last.own if self.exact_own else None
         totals: list[Tensor | None] = [part.new_total() if self.exact_own else None for part in sections]
 
-        # 1. Row r = node * ranks_per_node + local rank. The ranks of a node get rows of all nodes: their own
-        # ones and those that they forward.
-        grid = self.topology.nodes, self.topology.ranks_per_node
-        sources = [part.rows.unflatten(0, grid) for part in sections]
-        if first.level == "intra":
-            sources = [source.transpose(0, 1) for source in sources]  # by destination
-        layout = self._layout(first, sections)
-        sent = self._buffer(first, "send", layout, index=index, device=device)
-        keys = [self._rounding_key(first, call, *each) for each in zip(sections, strides, strict=True)]
+        # 1. Row r = node * ranks_per_node + local rank. The ranks of the first hop get their own rows and
+        # those that they forward, every size-th one.
+        sources = [part.rows.unflatten(0, (hop.parts, hop.size)).transpose(0, 1) for part in sections]
+        layout = self._layout(hop, parts)
+        sent = self._buffer(hop, "send", layout, index=index, device=device)
+        keys = [self._rounding_key(hop, call, *each) for each in zip(sections, strides, strict=True)]
         for i, messages in enumerate(split_messages(sent, layout)):
-            total = None if second else totals[i]
+            total = None if others else totals[i]
             if total is not None:
-                values = sources[i][first.own, 0]
+                values = sources[i][hop.own, 0]
                 if sections[i].blocks is not None:
                     at = sections[i].first
                     values = sections[i].section.take(values)[at : at + sections[i].numel]
@@ -354,7 +353,7 @@ class QuantizedReduceScatter:
                 layout=layout.layouts[i],
                 hadamard=self.hadamard,
                 rounding=keys[i],
-                skip=None if second else own,
+                skip=None if others else own,
                 blocks=sections[i].blocks,
             )
         # Free the rows, which are as large as all gradients of the group, while the messages are in flight.
@@ -362,17 +361,18 @@ class QuantizedReduceScatter:
         del sources
 
         # 2. Meanwhile other chunks start. They fill the other buffers, or these after this chunk's next step.
-        transfer, received = self._start(first, sent, layout, index=index, overlaps=overlaps)
+        transfer, received = self._start(hop, sent, layout, index=index, overlaps=overlaps)
         yield
         transfer.wait()
 
-        # 3. Without transforming back, because both hops have the same Hadamard blocks.
-        if second:
+        # 3. Without transforming back, because all hops have the same Hadamard blocks.
+        for following in others:
             arrived, before = split_messages(received, layout), layout.layouts
-            dithers = self._dithers(first, keys, layout)
-            layout = self._layout(last, sections)
-            sent = self._buffer(last, "send", layout, index=index, device=device)
-            keys = [self._rounding_key(last, call, *each) for each in zip(sections, strides, strict=True)]
+            dithers = self._dithers(hop, keys, layout)
+            hop = following
+            layout = self._layout(hop, parts)
+            sent = self._buffer(hop, "send", layout, index=index, device=device)
+            keys = [self._rounding_key(hop, call, *each) for each in zip(sections, strides, strict=True)]
             for i, messages in enumerate(split_messages(sent, layout)):
                 ops.dequantize_reduce_quantize(
                     arrived[i],
@@ -381,19 +381,19 @@ class QuantizedReduceScatter:
                     sent=layout.layouts[i],
                     rounding=keys[i],
                     dither=dithers[i],
-                    skip=own,
-                    own=totals[i],
+                    skip=own if hop is last else None,
+                    own=totals[i] if hop is last else None,
                     hadamard=self.hadamard,
                     multiplier=inverse,
                 )
-            # `sent` and `received` are the messages of this hop from here on. Those of the first hop may be
+            # `sent` and `received` are the messages of this hop from here on. Those of the hop before may be
             # reused: this stream has read them.
-            transfer, received = self._start(last, sent, layout, index=index, overlaps=overlaps)
+            transfer, received = self._start(hop, sent, layout, index=index, overlaps=overlaps)
             yield
             transfer.wait()
 
-        # 4. The own node's part of the sums is in `totals`, or in its message like the others.
-        arrived, dithers = split_messages(received, layout), self._dithers(last, keys, layout)
+        # 4. The own part of the sums is in `totals`, or in its message like the others.
+        arrived, dithers = split_messages(received, layout), self._dithers(hop, keys, layout)
         if nonfinite is not None:
             nonfinite += count_nonfinite(self._numbers(arrived, totals, layout))
         for i, messages in enumerate(arrived):
@@ -410,10 +410,9 @@ class QuantizedReduceScatter:
             )
 
     def _layout(self, hop: Hop, sections: Sequence[SectionRows]) -> JointLayout:
-        """Return the layout of a hop's messages; those in a node carry a row per node."""
-        rows = self.topology.nodes if hop.level == "intra" else 1
+        """Return the layout of a hop's messages."""
         return joint_layout(
-            tuple(hop.layout(part.numel, parts=rows, section=part.section) for part in sections)
+            tuple(hop.layout(part.numel, parts=hop.parts, section=part.section) for part in sections)
         )
 
     def _numbers(
@@ -453,7 +452,7 @@ class QuantizedReduceScatter:
             # 2**15 apart are not reduced at the same time.
             tag=(self.bucket % (1 << 15) << 16) + index,
             overlaps=overlaps,
-            skips_own=self.exact_own and hop.level == "inter",
+            skips_own=self.exact_own and hop is self.hops[-1],
             what=f"quantized gradient reduce-scatter of {self.name}, all-to-all {PLACES[hop.level]}",
         )
         self.traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
@@ -466,8 +465,7 @@ class QuantizedReduceScatter:
         rank, dither = self._rank, hop.rounding == "dither"
         if dither:
             # Senders to the same receiver share the key of the first one, so that the receiver can derive it.
-            apart = 1 if hop.level == "intra" else self.topology.ranks_per_node
-            rank -= hop.own * apart * self._rank_step
+            rank -= hop.own * hop.apart * self._rank_step
         step = part.section.call(call)
         keys = derive_keys(self._seed, pack_stream(step=step, bucket=self.bucket, stage=hop.stage, rank=rank))
         # Bits are indexed by a value's place in its section, so the result does not depend on the chunks.
@@ -488,12 +486,12 @@ class QuantizedReduceScatter:
             values: [n], a sample of a gradient, contiguous; quantized as one section.
         """
         numel, first, *rest = values.numel(), *self.hops
-        layout, rounding = first.layout(numel, parts=1), self._sample_key(first)
+        layout, rounding = first.layout(numel), self._sample_key(first)
         message = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
         rows = values.view(1, 1, numel)
         ops.hadamard_quantize(rows, out=message, layout=layout, hadamard=self.hadamard, rounding=rounding)
         for hop in rest:
-            received, layout = layout, hop.layout(numel, parts=1)
+            received, layout = layout, hop.layout(numel)
             sent = values.new_empty(1, layout.nbytes, dtype=torch.uint8)
             dither, rounding = as_dither(rounding), self._sample_key(hop)
             ops.dequantize_reduce_quantize(

@@ -1,4 +1,4 @@
-"""Node layout of data-parallel groups, and the process groups of both levels."""
+"""Node layout of data-parallel groups, and the process groups of all levels."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import copy
 import socket
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,26 +19,50 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdp4bit.collectives.errors import job_timeout
-from sdp4bit.traffic import Grid, TrafficCounter
+from sdp4bit.traffic import Grid, Level, TrafficCounter
 
-TopologySpec = str | int | DeviceMesh
-"""The user's choice: "auto" (by host name), ranks per node, or an (inter, intra) mesh."""
+TopologySpec = str | int | tuple[str | int, int] | DeviceMesh
+"""The user's choice: "auto" (by host name), ranks per node, one of these with the nodes per block, or an
+(inter, intra) mesh."""
+_SPECS = '"auto", ranks per node, (ranks per node, nodes per block), or an (inter, intra) mesh'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes(Grid):
-    """A data-parallel group as nodes x ranks_per_node: group rank = node * ranks_per_node + local rank."""
+    """A data-parallel group as nodes x ranks_per_node: group rank = node * ranks_per_node + local rank.
+
+    Consecutive nodes form blocks.
+    """
 
     ranks: tuple[int, ...]  # global ranks in group order
 
-    def intra_ranks(self, node: int) -> list[int]:
-        """Return the global ranks of one node."""
-        start = node * self.ranks_per_node
-        return list(self.ranks[start : start + self.ranks_per_node])
+    def members(self, level: Level) -> list[list[int]]:
+        """Return the global ranks that exchange messages at a level, in one list per process group."""
+        size, apart = self.levels[level], self.apart(level)
+        firsts = (rank for rank in range(self.size) if rank // apart % size == 0)
+        return [list(self.ranks[first : first + size * apart : apart]) for first in firsts]
 
-    def inter_ranks(self, local_rank: int) -> list[int]:
-        """Return the global ranks with this local rank, one per node."""
-        return list(self.ranks[local_rank :: self.ranks_per_node])
+
+def split_spec(spec: object) -> tuple[object, int | None]:
+    """Return the spec of the nodes, and the nodes per block or None.
+
+    Raises:
+        ValueError: the spec is a tuple of other things.
+    """
+    if not isinstance(spec, tuple):
+        return spec, None
+    if len(spec) == 2 and isinstance(spec[0], str | int) and _is_count(spec[1]):
+        return spec
+    raise unknown_spec(spec)
+
+
+def unknown_spec(spec: object) -> ValueError:
+    """Return the error for a spec of an unknown kind."""
+    return ValueError(f"topology={spec!r} is unknown: use {_SPECS}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def mesh_row(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
@@ -71,19 +95,17 @@ def node_labels(
         ValueError: the spec is unknown, ranks do not fill the nodes, or meshes of ranks contradict.
     """
     world = len(hosts)
-    if isinstance(spec, int) and not isinstance(spec, bool):
+    if isinstance(spec, int) and _is_count(spec):
         if spec < 1 or world % spec:
-            divisors = [d for d in range(1, world + 1) if world % d == 0]
             raise ValueError(
-                f"topology={spec} ranks per node does not divide the {world} ranks: use one of {divisors}"
+                f"topology={spec} ranks per node does not divide the {world} ranks: "
+                f"use one of {_divisors(world)}"
             )
         return [rank // spec for rank in range(world)]
     if spec == "auto":
         return list(hosts)
     if isinstance(spec, str | int):
-        raise ValueError(
-            f'topology={spec!r} is unknown: use "auto", ranks per node, or an (inter, intra) mesh'
-        )
+        raise unknown_spec(spec)
     rows = [(rank,) if row is None else row for rank, row in enumerate(spec)]
     for rank, row in enumerate(rows):
         for peer in row:
@@ -95,11 +117,39 @@ def node_labels(
     return list(rows)
 
 
-def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> Nodes:
-    """Return the layout of a group from the node label of every global rank.
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def block_numbers(labels: Sequence[Hashable], *, nodes_per_block: int) -> dict[Hashable, int]:
+    """Return the number of each node's block, by node label; blocks are consecutive nodes.
+
+    Args:
+        labels: node label of each global rank.
 
     Raises:
-        ValueError: nodes have different sizes, or ranks are not in node-major order; shows a table.
+        ValueError: nodes do not fill the blocks.
+    """
+    nodes = list(dict.fromkeys(labels))
+    if nodes_per_block < 1 or len(nodes) % nodes_per_block:
+        raise ValueError(
+            f"topology: {nodes_per_block} nodes per block does not divide the {len(nodes)} nodes: "
+            f"use one of {_divisors(len(nodes))}"
+        )
+    return {label: number // nodes_per_block for number, label in enumerate(nodes)}
+
+
+def arrange(
+    ranks: Sequence[int], labels: Sequence[Hashable], *, block_of: Mapping[Hashable, int] | None = None
+) -> Nodes:
+    """Return the layout of a group from the node label of every global rank.
+
+    Args:
+        block_of: number of the block of each node; None for two levels.
+
+    Raises:
+        ValueError: nodes have different sizes, or ranks are not in node-major order; shows a table. Or blocks
+            have different numbers of the group's nodes.
     """
     members = [labels[rank] for rank in ranks]
     order = list(dict.fromkeys(members))
@@ -118,18 +168,34 @@ def arrange(ranks: Sequence[int], labels: Sequence[Hashable]) -> Nodes:
             "Start the same number of ranks on every node and number them node by node, or pass topology=1 "
             f"to use one level.\n  group  global rank  node\n{table}"
         )
-    return Nodes(ranks=tuple(ranks), nodes=len(order), ranks_per_node=counts[0])
+    layout = Nodes(ranks=tuple(ranks), nodes=len(order), ranks_per_node=counts[0])
+    if block_of is None:
+        return layout
+    blocks = [block_of[label] for label in order]
+    nodes_of = Counter(blocks)
+    if len(set(nodes_of.values())) != 1 or blocks != sorted(blocks):
+        found = ", ".join(f"block {block}: {count}" for block, count in nodes_of.items())
+        raise ValueError(
+            f"the {len(order)} nodes of the data-parallel group of ranks {ranks[0]} to {ranks[-1]} are "
+            f"spread unequally over the blocks of topology ({found}): pass nodes per block that fit every "
+            "group, or none for two levels"
+        )
+    # Blocks of one node are no level.
+    return replace(layout, blocks=len(nodes_of) if len(nodes_of) < len(order) else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """This rank's place in a node layout and its two process groups."""
+    """This rank's place in a node layout and its process groups, one per level."""
 
     layout: Nodes
     node: int
     local_rank: int
     intra: ProcessGroup | None  # ranks of this node in order; None for a single rank
     inter: ProcessGroup | None  # ranks with this local rank in node order; None for a single node
+    outer: ProcessGroup | None = None
+    """With blocks: ranks with this place in their block, in the order of blocks. `inter` is then of one
+    block."""
 
     @property
     def nodes(self) -> int:
@@ -148,30 +214,42 @@ class Topology:
         """This rank's index in the group."""
         return self.node * self.ranks_per_node + self.local_rank
 
+    def group(self, level: Level) -> ProcessGroup | None:
+        """Return the process group of a level; None for a single rank."""
+        return {"intra": self.intra, "inter": self.inter, "outer": self.outer}[level]
+
+    def place(self, level: Level) -> int:
+        """Return this rank's index among those that it exchanges messages with at a level."""
+        return self.row // self.layout.apart(level) % self.layout.levels[level]
+
     def counter(self) -> TrafficCounter:
         """Return a counter of the bytes that this rank sends."""
         return TrafficCounter(self.layout)
 
 
-def create_topology(spec: str | int = "auto") -> Topology:
+def create_topology(spec: str | int | tuple[str | int, int] = "auto") -> Topology:
     """Create the topology of all ranks of the job, and its process groups; collective.
 
     Args:
-        spec: "auto" takes ranks with the same host name as a node. An int is the number of ranks per node.
+        spec: "auto" takes ranks with the same host name as a node. An int is the number of ranks per node. A
+            tuple of one of these and the nodes per block has three levels, for gradients only.
 
     Raises:
-        ValueError: the ranks do not fill the nodes.
+        ValueError: the ranks do not fill the nodes, or the nodes do not fill the blocks.
     """
+    nodes, nodes_per_block = split_spec(spec)
     hosts = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, host_name())
-    layout = arrange(range(len(hosts)), node_labels(spec, hosts=hosts))
+    labels = node_labels(cast("str | int", nodes), hosts=hosts)
+    block_of = None if nodes_per_block is None else block_numbers(labels, nodes_per_block=nodes_per_block)
+    layout = arrange(range(len(hosts)), labels, block_of=block_of)
     return create_topologies([layout])[layout.ranks]
 
 
 def create_topologies(
     layouts: Sequence[Nodes], *, purpose: str = "communication"
 ) -> dict[tuple[int, ...], Topology]:
-    """Create both process groups of every layout; return the topologies that include this rank, by ranks.
+    """Create the process groups of every layout; return the topologies that include this rank, by ranks.
 
     Collective over the job: every rank passes the same layouts in the same order.
 
@@ -180,23 +258,24 @@ def create_topologies(
     """
     me = dist.get_rank()
     wanted: list[list[int]] = []
-    places: list[tuple[range, range]] = []  # of each layout's groups among all of these
+    places: list[dict[Level, range]] = []  # of each layout's groups among all of these
     for layout in layouts:
-        first = len(wanted)
-        if layout.ranks_per_node > 1:
-            wanted += [layout.intra_ranks(node) for node in range(layout.nodes)]
-        middle = len(wanted)
-        if layout.nodes > 1:
-            wanted += [layout.inter_ranks(local_rank) for local_rank in range(layout.ranks_per_node)]
-        places.append((range(first, middle), range(middle, len(wanted))))
+        numbers: dict[Level, range] = {}
+        for level, size in layout.levels.items():
+            groups = layout.members(level) if size > 1 else []
+            numbers[level] = range(len(wanted), len(wanted) + len(groups))
+            wanted += groups
+        places.append(numbers)
     own = _create_groups(wanted, purpose=purpose)
     topologies = {}
-    for layout, of_levels in zip(layouts, places, strict=True):
+    for layout, numbers in zip(layouts, places, strict=True):
         if me in layout.ranks:
             node, local_rank = divmod(layout.ranks.index(me), layout.ranks_per_node)
-            intra, inter = (next((own[i] for i in numbers if i in own), None) for numbers in of_levels)
+            intra, inter, outer = (
+                next((own[i] for i in numbers[level] if i in own), None) for level in layout.levels
+            )
             topologies[layout.ranks] = Topology(
-                layout=layout, node=node, local_rank=local_rank, intra=intra, inter=inter
+                layout=layout, node=node, local_rank=local_rank, intra=intra, inter=inter, outer=outer
             )
     return topologies
 
@@ -298,7 +377,7 @@ def _nccl_options(timeout: timedelta | None) -> object | None:
 
 def destroy_topology(topology: Topology) -> None:
     """Destroy the process groups of the topology."""
-    for group in (topology.intra, topology.inter):
+    for group in (topology.intra, topology.inter, topology.outer):
         if group is not None:
             with suppress(ValueError):  # already destroyed by dist.destroy_process_group()
                 dist.destroy_process_group(group)

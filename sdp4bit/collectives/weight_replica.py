@@ -61,7 +61,15 @@ class WeightReplica:
             values: ranges of a row that hold numbers. The others hold bits, which are sent as they are. None
                 for the entire row.
             name: name of the parameter group, for errors and profiles.
+
+        Raises:
+            ValueError: the topology has blocks of nodes.
         """
+        if topology.layout.blocks > 1:
+            raise ValueError(
+                f"a weight replica is gathered between all {topology.nodes} nodes at once, but the topology "
+                f"has {topology.layout.blocks} blocks of nodes: create one without nodes per block for it"
+            )
         self.config = config
         self._topology = topology
         self._traffic = traffic or topology.counter()

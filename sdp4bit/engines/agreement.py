@@ -14,7 +14,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
-from sdp4bit.collectives.topology import Nodes, TopologySpec, arrange, host_name, mesh_row, node_labels
+from sdp4bit.collectives.topology import (
+    Nodes,
+    TopologySpec,
+    arrange,
+    block_numbers,
+    host_name,
+    mesh_row,
+    node_labels,
+    split_spec,
+    unknown_spec,
+)
 from sdp4bit.config import VERSION
 
 Sent = TypeVar("Sent")
@@ -63,6 +73,7 @@ class Summary(TypedDict):
     host: str
     ranks_on_node: int | None  # LOCAL_WORLD_SIZE of torchrun
     topology: str | int | tuple[int, ...] | None  # for a mesh the row with this rank; None if there is none
+    nodes_per_block: int | None
     digests: dict[Scope, bytes]
     unmatched: list[str]
     failed: bool
@@ -106,13 +117,15 @@ def agree(
         TypeError: the same, if all failures are TypeErrors.
     """
     row: str | int | tuple[int, ...] | None = None
+    nodes_per_block: int | None = None
     try:
-        row = _own_part(topology, has_groups=bool(groups))
+        nodes, nodes_per_block = split_spec(topology)
+        row = _own_part(nodes, has_groups=bool(groups))
     except ValueError as caught:
         failure = failure or caught
     common: Texts = {"sdp4bit": VERSION, "torch": str(torch.__version__)}
     # Under tensor parallelism each data-parallel group has its own mesh.
-    common["topology"] = repr(topology) if isinstance(topology, str | int) else "a mesh"
+    common["topology"] = "a mesh" if isinstance(topology, DeviceMesh) else repr(topology)
     for name, value in settings.items():
         common |= _texts(name, value)
     texts: dict[Scope, Texts] = {(range(dist.get_world_size()), "settings"): common}
@@ -127,6 +140,7 @@ def agree(
         "host": host_name(),
         "ranks_on_node": int(said) if said.isdecimal() else None,
         "topology": row,
+        "nodes_per_block": nodes_per_block,
         "digests": {scope: hashlib.sha256(repr(own).encode()).digest() for scope, own in texts.items()},
         "unmatched": list(unmatched),
         "failed": failure is not None,
@@ -163,13 +177,11 @@ def agree(
     return layouts
 
 
-def _own_part(topology: TopologySpec, *, has_groups: bool) -> str | int | tuple[int, ...] | None:
+def _own_part(topology: object, *, has_groups: bool) -> str | int | tuple[int, ...] | None:
     if isinstance(topology, str | int):
         return topology
     if not isinstance(topology, DeviceMesh):
-        raise ValueError(
-            f'topology={topology!r} is unknown: use "auto", ranks per node, or an (inter, intra) mesh'
-        )
+        raise unknown_spec(topology)
     row = mesh_row(topology, dist.get_rank())
     if row is None and has_groups:
         raise ValueError(f"topology: this rank is not in its (inter, intra) mesh {topology}")
@@ -244,11 +256,13 @@ def _arrange_all(summaries: Sequence[Summary]) -> AgreedNodes:
         else [None if isinstance(each["topology"], str | int) else each["topology"] for each in summaries],
         hosts=[each["host"] for each in summaries],
     )
+    nodes_per_block = summaries[0]["nodes_per_block"]
+    block_of = None if nodes_per_block is None else block_numbers(labels, nodes_per_block=nodes_per_block)
     # As ranges, because tuples of all ranks would take a time that grows with their square.
     distinct = {scope for each in summaries for scope in each["digests"]}
     layouts = {
         wanted: {
-            ranks: arrange(ranks, labels)
+            ranks: arrange(ranks, labels, block_of=block_of)
             for ranks in sorted(tuple(ranks) for ranks, kind in distinct if kind == wanted)
         }
         for wanted in ("shards", "replicate")

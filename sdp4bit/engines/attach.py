@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -29,7 +30,8 @@ def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfi
     # 1. Process groups, in the same order on all ranks. Separate ones for weights and gradients, because one
     # communicator would serialize the gather of a group and the reduction of another.
     shards, replicate = list(layouts.shards.values()), list(layouts.replicate.values())
-    weights = _topologies(shards if config.weights else [], purpose="weights", undo=undo)
+    in_one_hop = [replace(each, blocks=1) for each in shards if config.weights]
+    weights = _topologies(in_one_hop, purpose="weights", undo=undo)
     gradients = _topologies(shards if config.gradients else [], purpose="gradients", undo=undo)
     over_replicate = _topologies(replicate if config.gradients else [], purpose="replicate", undo=undo)
 

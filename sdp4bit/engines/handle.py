@@ -99,7 +99,7 @@ class CommHandle(ABC):
         """Log one line on rank 0; called once all quantizers are set."""
         if dist.get_rank() == 0:
             groups = self.groups
-            shapes = dict.fromkeys(f"{g.layout.nodes} x {g.layout.ranks_per_node}" for g in groups)
+            shapes = dict.fromkeys(g.layout.describe() for g in groups)
             logger.info(
                 "%s: %d parameter groups on %s ranks (nodes x ranks per node); weights of %d and gradients "
                 "of %d are quantized, comm.explain() lists them",

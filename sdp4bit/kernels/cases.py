@@ -232,16 +232,20 @@ def dequantize_reduce_quantize(shape: Shape) -> Iterator[KernelCase]:
     sizes, counts = (None, 96, 32, None, 160, 2048, 128, 512), (1, 2, 4, 16, 3, 17, 9, 0)
     received_size, count, rounding, dither = shape.choose(sizes, counts, ROUNDINGS[::-1], DITHERS)
     rounding = rounding and rounding._replace(first=64, row_stride=32 * 777)
+    # Messages of two parts are those of a hop that another one follows.
+    parts = 1 if shape.number % 3 else 2
     for bits_in, bits_out in HOPS:
-        received = shape.layout(bits_in, parts=2, group_size=received_size)
+        received = shape.layout(bits_in, parts=2 * parts, group_size=received_size)
+        sent = shape.layout(bits_out, parts=parts)
         messages = make_messages(count, received, seed=6, special=shape.edges)
-        named = {"received": received, "sent": shape.layout(bits_out), "rounding": rounding, "dither": dither}
-        named["skip"] = (None, 0, 1)[shape.number % 3]
+        named = {"received": received, "sent": sent, "rounding": rounding, "dither": dither}
+        named["skip"] = 1 if shape.number % 6 == 3 else (None, 0, 1)[shape.number % 3]
         if shape.number % 3 == 1:
             named["own"] = guarded_values(torch.full((shape.numel,), float("nan")), offset=shape.numel % 3)
             named |= {"hadamard": shape.number % 2 == 0, "multiplier": 1 / 96}
-        out = guarded_messages(2, shape.layout(bits_out))
-        yield KernelCase(ops.dequantize_reduce_quantize, messages, {"out": out, **named})
+        yield KernelCase(
+            ops.dequantize_reduce_quantize, messages, {"out": guarded_messages(2, sent), **named}
+        )
 
 
 def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sdp4bit.collectives.group import Group, Remarks
@@ -15,6 +15,8 @@ from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.quantization.formats import Bits, format_of
 from sdp4bit.traffic import Traffic
 
+MOST_NODES_IN_ONE_HOP = 64
+"""More nodes than this get a note that blocks of nodes send fewer messages."""
 OFF = "off in the configuration"
 ONE_RANK = "one rank"
 ONE_NODE = 'full precision: sharded inside one node (WeightConfig(replica="full") quantizes)'
@@ -39,9 +41,9 @@ class Row:
 
 def row_of(group: Group, sent: Traffic) -> Row:
     """Return a group's line, with the bytes that this rank sent."""
-    ranks, remarks = describe_ranks(group.layout), group.remarks()
+    ranks, remarks = group.layout.describe(), group.remarks()
     if group.replicate_layout not in (None, group.layout):
-        ranks += f", replicas {describe_ranks(group.replicate_layout)}"
+        ranks += f", replicas {group.replicate_layout.describe()}"
     return Row(
         name=group.view.name,
         shard_numel=group.view.shard_numel,
@@ -112,6 +114,28 @@ def one_node_note(reasons: Sequence[tuple[str, str]]) -> str:
     )
 
 
+def one_hop_note(layouts: Iterable[Nodes]) -> str:
+    """Return a note about gradients that cross many nodes in one hop; "" for none."""
+    nodes = max((layout.nodes for layout in layouts if layout.blocks == 1), default=1)
+    if nodes <= MOST_NODES_IN_ONE_HOP:
+        return ""
+    # Two hops have the fewest messages if both have about as many.
+    inside = min(
+        (each for each in range(1, nodes + 1) if nodes % each == 0), key=lambda each: each + nodes // each
+    )
+    if inside in (1, nodes):
+        advice = f"{nodes} has no divisors: blocks of nodes, which need fewer messages, must be equal"
+    else:
+        advice = (
+            f'Attach with topology=("auto", {inside}), or (ranks per node, {inside}): blocks of {inside} '
+            f"nodes send {inside - 1} + {nodes // inside - 1} messages and round once more (docs/method.md)"
+        )
+    return (
+        f"{nodes} nodes reduce gradients in one hop between nodes, with {nodes - 1} messages per rank and "
+        f"reduction. {advice}"
+    )
+
+
 def render(rows: Sequence[Row]) -> str:
     """Return the table in 80 columns: numbers and descriptions of each group, then totals."""
     lines = [_HEADER]
@@ -155,11 +179,6 @@ def wrapped(text: str, *, first: str = "", others: str = "") -> str:
     )
 
 
-def describe_ranks(layout: Nodes) -> str:
-    """Return nodes x ranks per node as text."""
-    return f"{layout.nodes} x {layout.ranks_per_node}"
-
-
 def describe_weights(config: WeightConfig, *, where: str) -> str:
     """Return a description of quantized weights and the place of their replica."""
     if config.bits is None:
@@ -193,6 +212,8 @@ def _hops(config: GradientConfig, layout: Nodes) -> list[str]:
         hops.append("intra " + _hop(config.intra_bits, config.intra_group_size))
     if layout.nodes > 1:
         hops.append("inter " + _hop(config.inter_bits, config.inter_group_size))
+    if layout.blocks > 1:
+        hops.append("between blocks " + _hop(config.inter_bits, config.inter_group_size))
     return hops
 
 

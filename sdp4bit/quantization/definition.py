@@ -13,7 +13,8 @@ row that is quantized (`min_numel`) is their decision, too. Groups of values, sc
 
 from __future__ import annotations
 
-from itertools import product
+import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -64,6 +65,29 @@ def refresh(replica: Tensor, mains: Tensor, *, config: WeightConfig) -> Tensor:
     return refreshed
 
 
+class Hop(NamedTuple):
+    """Ranks that exchange messages: `size` of them, whose numbers are `apart`."""
+
+    level: Literal["intra", "inter"]
+    stage: Stage
+    size: int
+    apart: int
+
+
+def hops_of(sizes: Sequence[int]) -> list[Hop]:
+    """Return the hops from the innermost one.
+
+    Args:
+        sizes: (n, g), or with more levels (b, n, g) for b blocks of n nodes.
+    """
+    hops: list[Hop] = []
+    stages = (Stage.INTRA, Stage.INTER, Stage.OUTER)[: len(sizes)]
+    for stage, size in zip(stages, reversed(sizes), strict=True):
+        apart = math.prod(hop.size for hop in hops)
+        hops.append(Hop("intra" if stage is Stage.INTRA else "inter", stage, size, apart))
+    return [hop for hop in hops if hop.size > 1]
+
+
 def reduce_scatter(
     inputs: Tensor, *, config: GradientConfig, call: Call, multiplier: float = 1.0, first_rank: int = 0
 ) -> Tensor:
@@ -71,67 +95,61 @@ def reduce_scatter(
 
     Args:
         inputs: [n, g, n, g, values]; [k, j, m, i] is the row of local rank j of node k for local rank i of
-            node m.
+            node m. With blocks of nodes [b, n, g, b, n, g, values], which is not part of the paper.
         multiplier: factor of the sums, such as 1 / ranks for a mean.
         first_rank: number of the first rank, for the random bits.
 
     Returns:
-        fp32 [n, g, values].
+        fp32 [n, g, values] or [b, n, g, values].
     """
-    nodes, per_node, _, _, numel = inputs.shape
-    if nodes * per_node == 1:
-        return inputs[0, 0].float() * multiplier
-    quantizes_inside = per_node > 1 and config.intra_bits is not None
-    quantizes_between = nodes > 1 and config.inter_bits is not None
+    *sizes, numel = inputs.shape
+    sizes = sizes[: len(sizes) // 2]
+    world, hops = math.prod(sizes), hops_of(sizes)
+    inputs = inputs.reshape(world, world, numel)
+    if not hops:
+        return (inputs[0].float() * multiplier).view(*sizes, numel)
+    is_quantized = [getattr(config, f"{hop.level}_bits") is not None for hop in hops]
 
     # 1. Transform blocks of 32 values, which spreads an outlier over its block.
-    hadamard = config.hadamard and (quantizes_inside or quantizes_between)
-    rows = transform(pad(inputs), hadamard)
+    hadamard = config.hadamard and any(is_quantized)
+    held = transform(pad(inputs), hadamard)  # [ranks, rows, values], on each rank a row for every rank
 
-    # 2. Inside each node, rank j sends rank i one message with a row per node. Rank i sums them in the order
-    #    of ranks; the sums stay transformed, because the transform is linear.
-    sums = rows[:, 0].transpose(1, 2).contiguous()  # [k, i, m, values], complete if g is 1
-    if per_node > 1:
-        sums = torch.zeros_like(sums)
-        for k, j in product(range(nodes), range(per_node)):
-            messages = rows[k, j].transpose(0, 1).contiguous()  # [i, m, values]
-            first = first_rank + k * per_node
-            sums[k] += send(
-                messages, config=config, level="intra", call=call, stage=Stage.INTRA, first=first, sender=j
-            )
-
-    # 3. Between nodes, local rank i of node k sends its peer on node m a message of one row.
+    # 2. Hop by hop, inside each node, then between nodes and between blocks of nodes: the ranks of a hop send
+    #    each other the rows of the receiver and of the ranks that it forwards to. These are every size-th
+    #    row. The receiver sums the messages in the order of ranks. Sums stay transformed, because the
+    #    transform is linear.
     own = None
-    total = sums[0]  # [i, 1, values], complete if n is 1
-    if nodes > 1:
-        if config.exact_own and quantizes_between:
-            # The part for the own node crosses no link, so it is not rounded.
-            own = torch.stack([sums[node, :, node] for node in range(nodes)])
-        total = torch.zeros(nodes, *sums.shape[1::2])  # [m, i, values]
-        for k, i in product(range(nodes), range(per_node)):
-            first = first_rank + i
+    for hop in hops:
+        rows = held.unflatten(1, (-1, hop.size)).transpose(1, 2).contiguous()  # [ranks, receivers, rows, ...]
+        held = torch.zeros_like(rows[:, 0])
+        is_exact = config.exact_own and hop is hops[-1] and hop.level == "inter" and is_quantized[-1]
+        if is_exact:
+            # The part for the own node, or the own block, crosses no link, so it is not rounded.
+            own = torch.stack([rows[rank, rank // hop.apart % hop.size, 0] for rank in range(world)])
+        for rank in range(world):
+            sender = rank // hop.apart % hop.size
+            first = rank - sender * hop.apart
             received = send(
-                sums[k, i],
+                rows[rank],
                 config=config,
-                level="inter",
+                level=hop.level,
                 call=call,
-                stage=Stage.INTER,
-                first=first,
-                sender=k,
-                distance=per_node,
+                stage=hop.stage,
+                first=first_rank + first,
+                sender=sender,
+                distance=hop.apart,
             )
-            if own is not None:
-                received[k] = 0.0
-            total[:, i] += received
+            if is_exact:
+                received[sender] = 0.0
+            held[first : first + hop.size * hop.apart : hop.apart] += received
 
-    # 4. Transform back and multiply once.
-    total = total.reshape(nodes, per_node, rows.shape[-1])
-    result = restore(total, numel, hadamard=hadamard, multiplier=multiplier)
-    if own is None:
-        return result
-    if per_node == 1:  # the rank's own gradient, never transformed
-        return torch.stack([inputs[node, 0, node].float() for node in range(nodes)]) * multiplier + result
-    return restore(own, numel, hadamard=hadamard, multiplier=multiplier) + result
+    # 3. Transform back and multiply once.
+    result = restore(held[:, 0], numel, hadamard=hadamard, multiplier=multiplier)
+    if own is not None and len(hops) == 1:  # the rank's own gradient, never transformed
+        result = torch.stack([inputs[rank, rank].float() for rank in range(world)]) * multiplier + result
+    elif own is not None:
+        result = restore(own, numel, hadamard=hadamard, multiplier=multiplier) + result
+    return result.view(*sizes, numel)
 
 
 def all_reduce(
@@ -140,14 +158,15 @@ def all_reduce(
     """Return the sum, fp32 [values], that all ranks end with; not part of the paper.
 
     Args:
-        inputs: [n, g, values], the values of each rank.
+        inputs: [n, g, values], the values of each rank; with blocks of nodes [b, n, g, values].
         multiplier: factor of the sum.
         unit: pieces begin at multiples of this, a multiple of 32.
     """
-    nodes, per_node, numel = inputs.shape
-    world = nodes * per_node
+    *sizes, numel = inputs.shape
+    world, per_node = math.prod(sizes), sizes[-1]
+    nodes = world // per_node
     if world == 1 or not numel:
-        return inputs[0, 0].float() * multiplier
+        return inputs.flatten(0, -2)[0].float() * multiplier
 
     # 1. Cut the values into pieces, one per rank. Of overlapping pieces the later one counts. Two nodes have
     #    the same pieces: each node reduces them alone, and they exchange their sums.
@@ -155,13 +174,11 @@ def all_reduce(
     stride = numel // count // unit * unit
     starts = [piece * stride for piece in range(count)]
     length = numel - starts[-1]
-    pieces = torch.stack([inputs[..., start : start + length] for start in starts], dim=2)
+    pieces = torch.stack([inputs[..., start : start + length] for start in starts], dim=-2)
 
     # 2. Reduce the pieces like rows.
-    if nodes == 2:
-        rows = pieces.view(2, 1, per_node, 1, per_node, length)
-    else:
-        rows = pieces.view(1, nodes, per_node, nodes, per_node, length)
+    over = [1, per_node] if nodes == 2 else sizes
+    rows = pieces.reshape(-1, *over, *over, length)
     sums = torch.stack(
         [
             reduce_scatter(each, config=config, call=call, first_rank=copy * count)

@@ -266,35 +266,37 @@ def dequantize_reduce_quantize(
     hadamard: bool = False,
     multiplier: float = 1.0,
 ) -> None:
-    """Sum messages and quantize each part of the sum into a message (paper algorithm 3, steps 4 and 5).
+    """Sum messages and quantize the sums into messages (paper algorithm 3, steps 4 and 5).
 
     Args:
-        messages: uint8 [k, nbytes] of the layout `received`, one per rank of the node.
+        messages: uint8 [k, nbytes] of the layout `received`, one per rank of the last hop.
         received: of n values, any number of parts.
-        out: uint8 [parts, nbytes] of the layout `sent`; message i is for part i.
-        sent: of n values, one part.
-        rounding: as in hadamard_quantize; message i is row i.
+        out: uint8 [m, nbytes] of the layout `sent`; part p of the sums is part p // m of message p % m.
+        sent: of n values; m times its parts are those of `received`.
+        rounding: as in hadamard_quantize.
         dither: key of messages with subtractive dither, None for others. Message i is from sender i, whatever
             the key's own sender, and part i is row i.
         skip: index of a message that is not written.
         own: fp32 [n], contiguous; receives part `skip` of the sum like the output of
-            dequantize_reduce_hadamard, with these `hadamard` and `multiplier`.
+            dequantize_reduce_hadamard, with these `hadamard` and `multiplier`. Messages then have one part.
     """
     if out.dim() != 2:
         raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
-    parts = received.parts
-    check_layout("received", received, numel=sent.numel, parts=parts)
-    check_layout("sent", sent, numel=received.numel)
+    parts, destinations = received.parts, out.shape[0]
+    check_layout("received", received, numel=sent.numel, parts=sent.parts * destinations)
     check_messages("messages", messages, count=None, layout=received)
-    check_messages("out", out, count=parts, layout=sent)
+    check_messages("out", out, count=destinations, layout=sent)
     check_device("messages", messages, messages=out)
     check_rounding(rounding, rows=parts, numel=sent.numel)
     check_dither(dither, rows=parts, numel=received.numel)
-    check_index("skip", skip, count=parts)
+    check_index("skip", skip, count=destinations)
     if own is not None:
         check_own(own, numel=sent.numel, messages=messages)
-        if skip is None:
-            raise ValueError("own needs skip, the part that it receives")
+        if skip is None or sent.parts != 1:
+            raise ValueError(
+                f"own needs skip, the part that it receives, and messages of one part, got skip={skip} and "
+                f"{sent.parts} parts"
+            )
     with profiler_range("sdp4bit::dequantize_reduce_quantize"):
         _backend(out, received, sent).dequantize_reduce_quantize(
             messages,

@@ -36,6 +36,7 @@ class Stage(IntEnum):
     INTRA = 0
     INTER = 1
     GATHER = 2
+    OUTER = 3
 
 
 class RoundingKey(NamedTuple):

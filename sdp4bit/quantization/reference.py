@@ -325,7 +325,8 @@ def dequantize_reduce_quantize(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
     total = _reduce(messages, received, dither, first=0, count=received.parts)
-    _encode_others(total.unsqueeze(1), out, sent, rounding, skip)
+    # Part p of the sums is part p // m of message p % m.
+    _encode_others(total.unflatten(0, (sent.parts, len(out))).transpose(0, 1), out, sent, rounding, skip)
     if own is not None:
         assert skip is not None
         result = hadamard32(total[skip]) if hadamard else total[skip]

@@ -49,6 +49,10 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any
         "quantized": _cost_json(plan.hybrid.quantized),
         "speedup": plan.speedups(plan.hybrid.plain),
     }
+    three_levels = plan.three_levels and {
+        "nodes_per_block": plan.three_levels.nodes_per_block,
+        "quantized": _cost_json(plan.three_levels.quantized),
+    }
     over_fp32, over_bf16 = plan.speedups(plan.baseline), plan.speedups(plan.bf16_baseline)
     return {
         "model": config.model_name,
@@ -65,6 +69,7 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any
         "bf16_baseline": _cost_json(plan.bf16_baseline),
         "quantized": _cost_json(plan.quantized),
         "hsdp": hybrid,
+        "three_levels": three_levels,
         "speedup": over_fp32[0],
         "speedup_over_bf16": over_bf16[0],
         "speedup_hidden": over_fp32[1],
@@ -101,8 +106,10 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
     if least == most:
         overlap = f"times: {100 * least:.0f} % of the communication overlaps, as far as it fits"
     placement = f"{plan.grid.nodes} nodes x {plan.grid.ranks_per_node}"
+    if plan.grid.blocks > 1:
+        placement += f", {plan.grid.blocks} blocks"
     if plan.replicas.size > 1:
-        shards, replicas = (f"{each.nodes} x {each.ranks_per_node}" for each in (plan.grid, plan.replicas))
+        shards, replicas = (each.describe() for each in (plan.grid, plan.replicas))
         placement = f"nodes x ranks: shards {shards}, replicas {replicas}"
     lines = [
         f"{config.model_name}: {config.parameters / 1e9:.3f} billion parameters, "
@@ -147,6 +154,13 @@ def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
             f"HSDP: {plan.hybrid.replicas} replicas of {plan.hybrid.shards.size} ranks; "
             f"{config.strategy_name} with --replicas {plan.hybrid.replicas} takes "
             f"{_milliseconds(plan.hybrid.quantized.step_seconds)} ms per step"
+        )
+    if plan.three_levels is not None:
+        chosen = plan.three_levels.nodes_per_block
+        notes.append(
+            f"three levels: --nodes-per-block {chosen} takes "
+            f"{_milliseconds(plan.three_levels.quantized.step_seconds)} ms per step, and rounds gradients "
+            f"once more. In training pass topology=({cluster.devices_per_node}, {chosen})"
         )
     if cluster.quantization_bandwidth is None:
         notes.append(

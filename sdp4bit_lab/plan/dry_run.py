@@ -36,7 +36,9 @@ def dry_run(config: PretrainConfig) -> dict[str, Any]:
         f"the {data_ranks} ranks of a data-parallel group do not fill nodes of {per_node}: change "
         "--ranks-per-node, or the tensor or pipeline size",
     )
-    grid = Grid(nodes=data_ranks // per_node, ranks_per_node=per_node)
+    nodes, in_block = data_ranks // per_node, parallel.nodes_per_block
+    blocks = nodes // in_block if in_block is not None and 1 < in_block < nodes else 1
+    grid = Grid(nodes=nodes, ranks_per_node=per_node, blocks=blocks)
     groups = gpt_groups(
         shape,
         tensor_parallel=parallel.tensor_model_parallel_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from sdp4bit.traffic import Grid
@@ -23,6 +23,9 @@ class ParallelLayout:
     """Pipeline stages, across nodes."""
     replicas: int = 1
     """Replicas of the sharded model (HSDP), each on consecutive data-parallel ranks. FSDP2 only."""
+    nodes_per_block: int | None = None
+    """Consecutive nodes that form a block. Gradients then cross nodes in two hops, within blocks and between
+    them. Default: one hop."""
     micro_batch_size: int | None = None
     """Sequences per rank and forward pass. Default: the preset's."""
     accumulation: int = 1
@@ -41,7 +44,8 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         require_at_least(
-            1, self, "tensor_parallel", "pipeline_parallel", "replicas", "micro_batch_size", "accumulation"
+            *(1, self, "tensor_parallel", "pipeline_parallel", "replicas", "micro_batch_size"),
+            *("accumulation", "nodes_per_block"),
         )
         require(
             self.overlap is None or 0 <= self.overlap <= 1,
@@ -105,7 +109,25 @@ class ParallelLayout:
             f"{per_node} ranks evenly",
         )
         beside = per_node // inside
-        return (
-            Grid(nodes=shards // inside, ranks_per_node=inside),
-            Grid(nodes=self.replicas // beside, ranks_per_node=beside),
+        require(
+            self.nodes_per_block is None or nodes % self.nodes_per_block == 0,
+            f"--nodes-per-block {self.nodes_per_block} does not divide the {nodes} nodes",
         )
+        # Nodes of other tensor-parallel ranks are between those of a group, and shards between replicas.
+        apart = max(1, tensor // devices_per_node)
+        return (
+            self._in_blocks(shards // inside, ranks_per_node=inside, apart=apart),
+            self._in_blocks(self.replicas // beside, ranks_per_node=beside, apart=apart * (shards // inside)),
+        )
+
+    def _in_blocks(self, nodes: int, *, ranks_per_node: int, apart: int) -> Grid:
+        """Return a group on every `apart`-th node, with its blocks."""
+        grid, size = Grid(nodes=nodes, ranks_per_node=ranks_per_node), self.nodes_per_block
+        if size is None or apart >= size or nodes * apart <= size:
+            return grid
+        inside = size // apart
+        require(
+            size % apart == 0 and nodes % inside == 0,
+            f"--nodes-per-block {size} does not fit a group of {nodes} nodes, {apart} apart",
+        )
+        return replace(grid, blocks=nodes // inside) if inside > 1 else grid

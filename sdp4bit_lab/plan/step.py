@@ -14,12 +14,15 @@ from dataclasses import dataclass, replace
 
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.traffic import ALONE, Grid, format_bytes
+from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.costs import Cluster, Costs, StepCost
 from sdp4bit_lab.plan.layout import BF16_BYTES, FP32_BYTES, ParallelLayout, Range
 from sdp4bit_lab.plan.model import ShardedGroup
 from sdp4bit_lab.plan.traffic import GATHERED_BYTES
 
 BASELINE = SDP4BitConfig(weights=None, gradients=None)
+MIN_GAIN_OF_BLOCKS = 0.01
+"""Relative gain of a step from three levels, which round gradients once more."""
 MIN_GAIN_TO_CONSIDER, MIN_GAIN_TO_ENABLE = 0.05, 0.20
 """Relative gains over a baseline's step."""
 _NO, _PERHAPS = "do not enable", "perhaps"
@@ -33,6 +36,14 @@ class Hybrid:
     replicas: int
     plain: StepCost
     """bf16 gradients."""
+    quantized: StepCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreeLevels:
+    """The strategy with blocks of nodes."""
+
+    nodes_per_block: int
     quantized: StepCost
 
 
@@ -63,6 +74,8 @@ class Plan:
     hybrid: Hybrid | None
     """None if the planned layout is HSDP, or no HSDP fits the devices."""
     quantized: StepCost
+    three_levels: ThreeLevels | None
+    """None if they are planned already, or not faster."""
     device_memory: float | None
     remedies: tuple[Remedy, ...]
     """If the strategy does not fit the devices."""
@@ -159,6 +172,7 @@ def plan_step(
         bf16_baseline=costs.of(BASELINE, row_bytes=BF16_BYTES, grid=grid, replicas=replicas),
         hybrid=hybrid,
         quantized=quantized,
+        three_levels=None if config.gradients is None else _three_levels(costs, config, two=quantized),
         device_memory=cluster.device_memory,
         remedies=() if costs.fits(quantized) else _remedies(costs, grid=grid, config=config, hybrid=hybrid),
         most_padded=f"{name}: {worst:.2f} x",
@@ -178,6 +192,27 @@ def _hybrid(costs: Costs, *, grid: Grid, config: SDP4BitConfig) -> Hybrid | None
             ours = costs.of(config, row_bytes=costs.layout.row_bytes, grid=shards, replicas=replicas)
             return Hybrid(shards=shards, replicas=replicas.nodes, plain=plain, quantized=ours)
     return None
+
+
+def _three_levels(costs: Costs, config: SDP4BitConfig, *, two: StepCost) -> ThreeLevels | None:
+    """Return the cost with the blocks that send the fewest messages, if a step is faster."""
+    cluster, layout = costs.cluster, costs.layout
+    divisors = [each for each in range(2, cluster.nodes) if cluster.nodes % each == 0]
+    if layout.nodes_per_block is not None or not divisors:
+        return None
+    chosen = min(divisors, key=lambda each: each + cluster.nodes // each)
+    try:
+        grids = replace(layout, nodes_per_block=chosen).grids(
+            nodes=cluster.nodes, devices_per_node=cluster.devices_per_node
+        )
+    except SettingError:  # a group's nodes do not fill these blocks
+        return None
+    grid, replicas = grids
+    three = costs.of(config, row_bytes=layout.row_bytes, grid=grid, replicas=replicas)
+    gains = [before / after - 1 for before, after in zip(two.step_seconds, three.step_seconds, strict=True)]
+    if max(gains) < MIN_GAIN_OF_BLOCKS or min(gains) < 0:
+        return None
+    return ThreeLevels(nodes_per_block=chosen, quantized=three)
 
 
 def _remedies(

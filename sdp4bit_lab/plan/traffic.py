@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_stride_and_length
 from sdp4bit.collectives.pipeline import CHUNKS_UNDER_WAY, cut_into_chunks, group_unit
@@ -76,14 +77,17 @@ def _message(
 
 def _send(messages: Sequence[tuple[Level, JointLayout, int]], *, kind: Kind, grid: Grid) -> Exchange:
     """Return the exchange of messages: level, layout and number of copies of each collective."""
-    over = {"intra": replace(grid, nodes=1), "inter": replace(grid, ranks_per_node=1)}
+    over = {
+        level: Grid(nodes=1, ranks_per_node=size) if level == "intra" else Grid(nodes=size, ranks_per_node=1)
+        for level, size in grid.levels.items()
+    }
 
-    def nbytes(level: Level) -> float:
-        return float(sum(layout.nbytes * copies for hop, layout, copies in messages if hop == level))
+    def nbytes(*levels: Level) -> float:
+        return float(sum(layout.nbytes * copies for level, layout, copies in messages if level in levels))
 
     return Exchange(
         intra_bytes=nbytes("intra"),
-        inter_bytes=nbytes("inter"),
+        inter_bytes=nbytes("inter", "outer"),
         padding_bytes=sum(layout.padding_bytes * copies for _, layout, copies in messages),
         calls=tuple(Call(kind=kind, grid=over[hop]) for hop, _, copies in messages if copies > 0),
     )
@@ -108,38 +112,53 @@ def gradient_exchange(
         return Exchange()
     if config is None or row_numel < config.min_numel:
         return ring(row_numel * dense_bytes, grid=grid, kind="reduce")
-    g, n = grid.ranks_per_node, grid.nodes
+    hops = [(level, size) for level, size in grid.levels.items() if size > 1]
+    # Rows in a message: those of the receiver and of the ranks that it forwards to.
+    rows_in = {level: grid.size // (grid.apart(level) * size) for level, size in hops}
     parts = sections or whole_row(row_numel)
     lengths = [part.numel for part in parts]
     messages: list[tuple[Level, JointLayout, int]] = []
-    buffers, sent = [], {"intra": 0, "inter": 0}
+    buffers, sent = [], dict.fromkeys(rows_in, 0)
     for chosen in cut_into_chunks(lengths, config=config, grid=grid):
         pieces = [(parts[index], place.stop - place.start) for index, place in chosen]
-        intra = _message(pieces, bits=config.intra_bits, group_size=config.intra_group_size, rows=n)
-        inter = _message(pieces, bits=config.inter_bits, group_size=config.inter_group_size)
-        messages += [("intra", intra, g - 1), ("inter", inter, n - 1)]
-        nbytes = {"intra": g * intra.nbytes * (g > 1), "inter": n * inter.nbytes * (n > 1)}
-        buffers.append(2 * sum(nbytes.values()))
-        sent = {level: sent[level] + nbytes[level] for level in sent}
+        in_use = 0
+        for level, size in hops:
+            bits, group_size = _settings(config, level)
+            layout = _message(pieces, bits=bits, group_size=group_size, rows=rows_in[level])
+            messages.append((level, layout, size - 1))
+            sent[level] += size * layout.nbytes
+            in_use += size * layout.nbytes
+        buffers.append(2 * in_use)
     # Chunks alternate between the buffers, which have the size of the largest chunk's messages.
     turns = [buffers[turn::CHUNKS_UNDER_WAY] for turn in range(CHUNKS_UNDER_WAY)]
     # Each hop has a kernel in front that writes its messages, and the next kernel reads them.
     rows, values = dense_bytes * grid.size * sum(lengths), sum(lengths)
-    first: Level = "intra" if g > 1 else "inter"
-    last: Level = "inter" if n > 1 else "intra"
-    bits = getattr(config, f"{first}_bits")
-    work = [_quantize(rows + sent[first], bits=bits, values=values * grid.size)]
-    if first != last:
-        moved = float(sum(sent.values()))
-        work.append(Work(operator="reduce and requantize", moved_bytes=moved, values=n * values, messages=g))
+    (first, _), (last, senders) = hops[0], hops[-1]
+    work = [_quantize(rows + sent[first], bits=_settings(config, first)[0], values=values * grid.size)]
+    for (before, received), (level, size) in pairwise(hops):
+        work.append(
+            Work(
+                operator="reduce and requantize",
+                moved_bytes=float(sent[before] + sent[level]),
+                values=size * rows_in[level] * values,
+                messages=received,
+            )
+        )
     moved = float(REDUCED_BYTES * values + sent[last])
-    work.append(Work(operator="reduce", moved_bytes=moved, values=values, messages=n if n > 1 else g))
+    work.append(Work(operator="reduce", moved_bytes=moved, values=values, messages=senders))
     return replace(
         _send(messages, kind="all-to-all", grid=grid),
         chunks=max(1, len(buffers)),
         work=tuple(work),
         buffer_bytes=sum(max(turn) for turn in turns if turn),
     )
+
+
+def _settings(config: GradientConfig, level: Level) -> tuple[Bits, int]:
+    """Return the bits and the group size of a level."""
+    if level == "intra":
+        return config.intra_bits, config.intra_group_size
+    return config.inter_bits, config.inter_group_size
 
 
 def _quantize(moved: float, *, bits: Bits, values: int) -> Work:
@@ -161,7 +180,7 @@ def all_reduce_exchange(
 
     Uses full precision if a rank's part is below min_numel.
     """
-    g, n = grid.ranks_per_node, grid.nodes
+    g, n, b = grid.ranks_per_node, grid.nodes, grid.blocks
     if grid.size == 1 or numel == 0:
         return Exchange()
     if config is None or not is_long_enough(numel, ranks=grid.size, config=config):
@@ -171,15 +190,15 @@ def all_reduce_exchange(
     for section in sections or whole_row(numel):
         _, length = piece_stride_and_length(section.numel, pieces=count, unit=section.unit)
         pieces.append(replace(section, ranges=((0, length),)))
-    over = grid if count == grid.size else replace(grid, nodes=1)
+    over = grid if count == grid.size else Grid(nodes=1, ranks_per_node=g)
     reduced = gradient_exchange(
         0, grid=over, config=replace(config, min_numel=0), dense_bytes=dense_bytes, sections=pieces
     )
-    # The summed pieces are gathered between nodes, then inside each node.
-    hop: Level = "inter" if n > 1 else "intra"
-    bits, group_size = getattr(config, f"{hop}_bits"), getattr(config, f"{hop}_group_size")
+    # The summed pieces are gathered between blocks of nodes, between nodes, then inside each node.
+    bits, group_size = _settings(config, "inter" if n > 1 else "intra")
     layout = _message([(piece, piece.numel) for piece in pieces], bits=bits, group_size=group_size)
-    gathered = _send([("inter", layout, n - 1), ("intra", layout, n * (g - 1))], kind="gather", grid=grid)
+    copies: dict[Level, int] = {"outer": b - 1, "inter": b * (n // b - 1), "intra": n * (g - 1)}
+    gathered = _send([(level, layout, count) for level, count in copies.items()], kind="gather", grid=grid)
     values = sum(piece.numel for piece in pieces)
     restored = float(grid.size * layout.nbytes + REDUCED_BYTES * count * values)
     return Exchange(
@@ -193,7 +212,8 @@ def all_reduce_exchange(
             _quantize(layout.nbytes + REDUCED_BYTES * values, bits=bits, values=values),
             Work(operator="reduce", moved_bytes=restored, values=count * values, messages=1),
         ),
-        buffer_bytes=reduced.buffer_bytes + layout.nbytes * (1 + n * (n > 1) + grid.size * (g > 1)),
+        buffer_bytes=reduced.buffer_bytes
+        + layout.nbytes * (1 + b * (b > 1) + n * (n > 1) + grid.size * (g > 1)),
     )
 
 
@@ -203,6 +223,7 @@ def weight_refresh(
     """Return one refresh of the weight replica, once per step; sections () is a single one."""
     if config is None or grid.size == 1 or row_numel == 0:
         return Exchange()
+    grid = replace(grid, blocks=1)  # weights cross nodes in one hop
     g, n = grid.ranks_per_node, grid.nodes
     gathers_all = is_full(config, grid=grid) and g > 1
     intra_copies = n * (g - 1) if gathers_all else 0
@@ -239,7 +260,7 @@ def weight_gather(row_numel: int, *, grid: Grid, config: WeightConfig | None, ti
     if is_full(config, grid=grid):
         return Exchange()
     sent = GATHERED_BYTES * row_numel * grid.nodes * (grid.ranks_per_node - 1)
-    calls = (Call(kind="gather", grid=replace(grid, nodes=1), times=times),)
+    calls = (Call(kind="gather", grid=Grid(nodes=1, ranks_per_node=grid.ranks_per_node), times=times),)
     return Exchange(intra_bytes=float(sent * times), calls=calls, chunks=1)
 
 

@@ -6,6 +6,7 @@ A sender quantizes each message into its receiver's buffer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,22 +17,29 @@ from sdp4bit.collectives.pipeline import Steps, advance
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, SectionRows
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, split_messages, whole_row
-from sdp4bit.collectives.topology import Nodes, Topology, arrange
+from sdp4bit.collectives.topology import Nodes, Topology, arrange, block_numbers
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Level, TrafficCounter
 
 
-def simulated_layout(ranks: int, *, ranks_per_node: int) -> Nodes:
-    """Return the layout of ranks 0 .. ranks - 1, node by node; ValueError if they do not fill the nodes."""
-    return arrange(range(ranks), [rank // ranks_per_node for rank in range(ranks)])
+def simulated_layout(ranks: int, *, ranks_per_node: int, nodes_per_block: int | None = None) -> Nodes:
+    """Return the layout of ranks 0 .. ranks - 1, node by node.
+
+    Raises:
+        ValueError: the ranks do not fill the nodes, or the nodes the blocks.
+    """
+    labels = [rank // ranks_per_node for rank in range(ranks)]
+    block_of = None if nodes_per_block is None else block_numbers(labels, nodes_per_block=nodes_per_block)
+    return arrange(range(ranks), labels, block_of=block_of)
 
 
 class SimulatedExchange(GroupExchange):
     """All-to-alls of one simulated rank, in memory shared by senders and receivers.
 
     The ranks of a node share a matrix [receiver, sender, nbytes], which the next node reuses. Ranks with
-    equal local rank share a matrix between nodes.
+    equal local rank share a matrix between the nodes of a block, and those with equal place in their block
+    one between blocks.
     """
 
     def __init__(self, topology: Topology, scratch: Scratch, *, bucket: int) -> None:
@@ -40,11 +48,8 @@ class SimulatedExchange(GroupExchange):
 
     def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
         topology = self._topology
-        if level == "intra":
-            size, me, where = topology.ranks_per_node, topology.local_rank, ""
-        else:
-            size, me, where = topology.nodes, topology.node, f" of local rank {topology.local_rank}"
-        name = f"bucket {self._bucket} {level} {index}{where}"
+        size, me = topology.layout.levels[level], topology.place(level)
+        name = f"bucket {self._bucket} {level} {index} of {topology.row % topology.layout.apart(level)}"
         matrix = self._scratch.messages(name, size * size, nbytes, device=device).view(size, size, nbytes)
         return matrix[:, me] if use == "send" else matrix[me]
 
@@ -66,8 +71,8 @@ class SimulatedExchange(GroupExchange):
 class SimulatedReduceScatter:
     """Reduce the rows of simulated ranks like QuantizedReduceScatter does between processes, bit for bit.
 
-    Ranks contribute one after another. Only the messages of a rank are kept; once a node is complete, its
-    messages to other nodes and its part of the sums.
+    Ranks contribute one after another. Only the messages of a rank are kept; once a node or a block is
+    complete, its messages to others and its part of the sums.
     """
 
     def __init__(
@@ -133,12 +138,12 @@ class SimulatedReduceScatter:
         self._take(self._members[len(self._under_way)].chunks(sections, call=call), row)
 
     def _take(self, chunks: list[Steps], row: Tensor) -> None:
-        """Send the next rank's messages; if its node is complete, also those between nodes."""
+        """Send the next rank's messages; if it completes a node or a block, also those of the next hop."""
         self._under_way.append((advance(chunks), row))
-        rank, per_node = len(self._under_way) - 1, self._layout.ranks_per_node
-        if self._layout.nodes > 1 and per_node > 1 and (rank + 1) % per_node == 0:
-            for member, _ in self._under_way[-per_node:]:
-                advance(member)
+        for hop in self.of_rank_0.hops[1:]:
+            if len(self._under_way) % hop.apart == 0:
+                for member, _ in self._under_way[-hop.apart :]:
+                    advance(member)
 
     def finish(self, take: Callable[[int, Tensor], None]) -> None:
         """Pass every rank's row [n] of the sum to take(rank, row), which must copy it."""
@@ -240,6 +245,7 @@ class SimulatedReplica(WeightReplica):
         self, layout: Nodes, *, config: WeightConfig, traffic: TrafficCounter, scratch: Scratch
     ) -> None:
         """Prepare without allocating; `traffic` counts one rank's bytes, which are equal for all."""
+        layout = replace(layout, blocks=1)  # weights cross nodes in one hop
         topology = Topology(layout=layout, node=0, local_rank=0, intra=None, inter=None)
         super().__init__(topology, config=config, traffic=traffic, scratch=scratch)
 

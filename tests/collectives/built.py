@@ -10,7 +10,7 @@ from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section
-from sdp4bit.collectives.topology import Topology, arrange, create_topologies
+from sdp4bit.collectives.topology import Nodes, Topology, create_topologies
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Grid, TrafficCounter
@@ -18,9 +18,10 @@ from sdp4bit.traffic import Grid, TrafficCounter
 SEED, BUCKET = 7, 3
 
 
-def topology_of(nodes: int, per_node: int) -> Topology:
-    layout = arrange(range(nodes * per_node), [rank // per_node for rank in range(nodes * per_node)])
-    return create_topologies([layout])[layout.ranks]
+def topology_of(nodes: int, per_node: int, *, blocks: int = 1) -> Topology:
+    ranks = tuple(range(nodes * per_node))
+    layout = Nodes(ranks=ranks, nodes=nodes, ranks_per_node=per_node, blocks=blocks)
+    return create_topologies([layout])[ranks]
 
 
 def reduce_scatter_of(
@@ -28,14 +29,15 @@ def reduce_scatter_of(
     per_node: int,
     config: GradientConfig,
     *,
+    blocks: int = 1,
     bucket: int = BUCKET,
     scratch: Scratch | None = None,
     name: str = "",
 ) -> tuple[QuantizedReduceScatter, TrafficCounter]:
     """Return a reduction and the counter of its bytes."""
-    traffic = TrafficCounter(Grid(nodes=nodes, ranks_per_node=per_node))
+    traffic = TrafficCounter(Grid(nodes=nodes, ranks_per_node=per_node, blocks=blocks))
     reduction = QuantizedReduceScatter(
-        topology_of(nodes, per_node),
+        topology_of(nodes, per_node, blocks=blocks),
         config=config,
         seed=SEED,
         rank=dist.get_rank(),
@@ -48,12 +50,12 @@ def reduce_scatter_of(
 
 
 def all_reduce_of(
-    nodes: int, per_node: int, config: GradientConfig, *, ranks: range | None = None
+    nodes: int, per_node: int, config: GradientConfig, *, blocks: int = 1, ranks: range | None = None
 ) -> tuple[QuantizedAllReduce, TrafficCounter]:
     """Return an all-reduce and the counter of its bytes; `ranks` are the numbers of the ranks."""
-    traffic = TrafficCounter(Grid(nodes=nodes, ranks_per_node=per_node))
+    traffic = TrafficCounter(Grid(nodes=nodes, ranks_per_node=per_node, blocks=blocks))
     all_reduce = QuantizedAllReduce(
-        topology_of(nodes, per_node),
+        topology_of(nodes, per_node, blocks=blocks),
         config=config,
         seed=SEED,
         ranks=ranks or range(nodes * per_node),

@@ -216,7 +216,7 @@ def test_each_data_parallel_group_may_have_its_own_mesh() -> None:
     labels = node_labels(rows, hosts=["h"] * 8)
     for mesh in (even, odd):
         layout = arrange(mesh[0] + mesh[1], labels)
-        assert [layout.intra_ranks(0), layout.intra_ranks(1)] == [list(row) for row in mesh]
+        assert layout.members("intra") == [list(row) for row in mesh]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,8 @@ def test_each_data_parallel_group_may_have_its_own_mesh() -> None:
         (True, r"topology=True is unknown"),
         (
             "banana",
-            r"topology='banana' is unknown: use \"auto\", ranks per node, or an \(inter, intra\) mesh",
+            r"topology='banana' is unknown: use \"auto\", ranks per node, \(ranks per node, nodes per "
+            r"block\), or an \(inter, intra\) mesh",
         ),
         ([*ROWS[:3], None], r"rank 2 passes a mesh with the row \(2, 3\), but rank 3 passes one"),
         (

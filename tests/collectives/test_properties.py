@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import pytest
 import torch
@@ -29,9 +30,12 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 many = settings(few, max_examples=500)
 
 MAX_RANKS = 16
+Sizes = tuple[int, ...]
+"""Nodes and ranks per node, or blocks, nodes of a block and ranks per node."""
 layouts = st.integers(1, MAX_RANKS).flatmap(
     lambda nodes: st.tuples(st.just(nodes), st.integers(1, MAX_RANKS // nodes))
 )
+in_blocks = st.sampled_from([(2, 2, 1), (2, 2, 2), (3, 2, 2), (2, 3, 1), (2, 4, 2), (4, 2, 1), (2, 2, 3)])
 bits = st.sampled_from([*QUANTIZED_BITS, None])
 group_sizes = st.sampled_from([32, 64, 96, 128, 256, 2048])
 roundings = st.sampled_from(["nearest", "stochastic", "dither"])
@@ -98,11 +102,20 @@ rows = st.one_of(
 MIXED = Row((100, 33, 768, 384, 130, 1, 64), fine=(1, 5, 6), trained=(1, 2, 4, 5))
 """Aligned matrices, norms and biases among them."""
 
-Case = tuple[tuple[int, int], list[Row], torch.dtype, int]
-"""Nodes and ranks per node, rows, their type, a seed."""
-cases = st.tuples(layouts, st.lists(rows, min_size=1, max_size=3), dtypes, st.integers(0, 1 << 20))
+Case = tuple[Sizes, list[Row], torch.dtype, int]
+"""Sizes, rows, their type, a seed."""
+some_rows = st.lists(rows, min_size=1, max_size=3), dtypes, st.integers(0, 1 << 20)
+cases = st.tuples(layouts, *some_rows)
+in_levels = st.tuples(layouts | in_blocks, *some_rows)
 FLAT = ((2, 2), [MIXED], torch.float32, 1)
 NODES = ((4, 1), [MIXED], torch.float32, 2)
+BLOCKS = ((2, 2, 2), [MIXED], torch.float32, 3)
+NODES_IN_BLOCKS = ((2, 2, 1), [MIXED], torch.float32, 4)
+
+
+def grid_of(sizes: Sizes) -> Grid:
+    *blocks, nodes, per_node = sizes
+    return Grid(nodes=prod(blocks) * nodes, ranks_per_node=per_node, blocks=prod(blocks))
 
 
 def values(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -128,13 +141,14 @@ Inputs = list[tuple[Tensor, tuple[Section, ...]]]
 
 
 def reduce_on_threads(
-    nodes: int, per_node: int, config: GradientConfig, inputs: Inputs, multiplier: float
+    sizes: Sizes, config: GradientConfig, inputs: Inputs, multiplier: float
 ) -> list[Tensor]:
-    """Return the row that this rank ends with for each of the inputs [n, g, n, g, values]."""
-    reduce_scatter, traffic = reduce_scatter_of(nodes, per_node, config)
-    grid, outputs, planned = Grid(nodes=nodes, ranks_per_node=per_node), [], []
+    """Return the row that this rank ends with for each of the inputs [*sizes, *sizes, values]."""
+    grid = grid_of(sizes)
+    reduce_scatter, traffic = reduce_scatter_of(grid.nodes, grid.ranks_per_node, config, blocks=grid.blocks)
+    outputs, planned = [], []
     for call, (rows, sections) in enumerate(inputs):
-        own = rows.flatten(0, 1)[dist.get_rank()].flatten().clone()
+        own = rows.flatten(0, len(sizes) - 1)[dist.get_rank()].flatten().clone()
         output = torch.full(rows.shape[-1:], float("nan"), dtype=rows.dtype)
         reduce_scatter(output, own, call=call, multiplier=multiplier, sections=sections)
         outputs.append(output)
@@ -144,10 +158,11 @@ def reduce_on_threads(
 
 
 def check_sums(config: GradientConfig, inputs: Inputs, multiplier: float) -> list[tuple[Tensor, Tensor]]:
-    """Return of each of the inputs [n, g, n, g, values] the errors of the sums, and bounds for them."""
-    nodes, per_node = inputs[0][0].shape[:2]
-    arguments = nodes, per_node, config, inputs, multiplier
-    results = run_threads(reduce_on_threads, nodes * per_node, *arguments, timeout=280)
+    """Return of each of the inputs [*sizes, *sizes, values] the errors of the sums, and bounds for them."""
+    first = inputs[0][0]
+    sizes = tuple(first.shape[: first.dim() // 2])
+    senders = tuple(range(len(sizes)))
+    results = run_threads(reduce_on_threads, prod(sizes), sizes, config, inputs, multiplier, timeout=280)
     errors = []
     for call, (rows, sections) in enumerate(inputs):
         expected, bound = by_definition.reduce_scatter(
@@ -155,9 +170,9 @@ def check_sums(config: GradientConfig, inputs: Inputs, multiplier: float) -> lis
         )
         outputs = torch.stack([result[call] for result in results]).view(expected.shape)
         assert torch.equal(outputs, expected.to(rows.dtype))
-        error = (expected - rows.double().sum((0, 1)) * multiplier).abs()
+        error = (expected - rows.double().sum(senders) * multiplier).abs()
         # fp32 sums and transforms lose little beside the quantizers' steps.
-        slack = 1e-4 * rows.double().abs().sum((0, 1, 4))[..., None] * abs(multiplier)
+        slack = 1e-4 * rows.double().abs().sum((*senders, -1))[..., None] * abs(multiplier)
         assert (error <= bound + slack).all()
         errors.append((error, bound))
     return errors
@@ -165,7 +180,7 @@ def check_sums(config: GradientConfig, inputs: Inputs, multiplier: float) -> lis
 
 def check_gradients(case: Case, config: GradientConfig, multiplier: float) -> None:
     layout, drawn, dtype, seed = case
-    unit = group_unit(config, grid=Grid(nodes=layout[0], ranks_per_node=layout[1]))
+    unit = group_unit(config, grid=grid_of(layout))
     inputs = [
         (values(*layout, *layout, row.numel, seed=seed + index, dtype=dtype), row.sections(unit))
         for index, row in enumerate(drawn)
@@ -179,9 +194,12 @@ NARROW = GradientConfig(min_numel=0, intra_bits=3, inter_bits=3.5, intra_group_s
 
 
 @few
-@given(case=cases, config=gradient_configs, multiplier=multipliers)
+@given(case=in_levels, config=gradient_configs, multiplier=multipliers)
 @example(case=FLAT, config=SLICES, multiplier=0.25)
 @example(case=NODES, config=NARROW, multiplier=0.25)
+@example(case=BLOCKS, config=SLICES, multiplier=0.125)
+@example(case=BLOCKS, config=GradientConfig(min_numel=0, exact_own=False), multiplier=1.0)
+@example(case=NODES_IN_BLOCKS, config=NARROW, multiplier=0.25)
 def test_every_rank_gets_the_sum_that_the_definition_gives(
     case: Case, config: GradientConfig, multiplier: float
 ) -> None:
@@ -191,7 +209,7 @@ def test_every_rank_gets_the_sum_that_the_definition_gives(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @many
-@given(case=cases, config=gradient_configs, multiplier=multipliers)
+@given(case=in_levels, config=gradient_configs, multiplier=multipliers)
 def test_every_rank_gets_the_sum_that_the_definition_gives_in_many_cases(
     case: Case, config: GradientConfig, multiplier: float
 ) -> None:
@@ -199,7 +217,8 @@ def test_every_rank_gets_the_sum_that_the_definition_gives_in_many_cases(
 
 
 @few
-@given(case=cases, chunks=st.integers(1, 5), group_size=group_sizes)
+@given(case=in_levels, chunks=st.integers(1, 5), group_size=group_sizes)
+@example(case=BLOCKS, chunks=3, group_size=96)
 def test_integers_are_summed_exactly_without_a_quantizer(case: Case, chunks: int, group_size: int) -> None:
     layout, drawn, _, seed = case
     config = GradientConfig(
@@ -208,20 +227,21 @@ def test_integers_are_summed_exactly_without_a_quantizer(case: Case, chunks: int
     generator = torch.Generator().manual_seed(seed)
     shapes = [(*layout, *layout, row.numel) for row in drawn]
     inputs: Inputs = [(torch.randint(-999, 1000, shape, generator=generator).float(), ()) for shape in shapes]
-    results = run_threads(reduce_on_threads, layout[0] * layout[1], *layout, config, inputs, 1.0, timeout=60)
+    results = run_threads(reduce_on_threads, prod(layout), layout, config, inputs, 1.0, timeout=60)
     for call, (rows, _) in enumerate(inputs):
         sums = torch.stack([result[call] for result in results])
-        assert torch.equal(sums, rows.sum((0, 1)).flatten(0, 1))
+        assert torch.equal(sums, rows.sum(tuple(range(len(layout)))).flatten(0, -2))
 
 
 def all_reduce_on_threads(
-    nodes: int, per_node: int, config: GradientConfig, inputs: Inputs, multiplier: float
+    sizes: Sizes, config: GradientConfig, inputs: Inputs, multiplier: float
 ) -> list[Tensor]:
-    """Return the sum that this rank ends with for each of the inputs [n, g, values]."""
-    all_reduce, traffic = all_reduce_of(nodes, per_node, config)
-    grid, outputs, planned = Grid(nodes=nodes, ranks_per_node=per_node), [], []
+    """Return the sum that this rank ends with for each of the inputs [*sizes, values]."""
+    grid = grid_of(sizes)
+    all_reduce, traffic = all_reduce_of(grid.nodes, grid.ranks_per_node, config, blocks=grid.blocks)
+    outputs, planned = [], []
     for call, (rows, sections) in enumerate(inputs):
-        outputs.append(rows.flatten(0, 1)[dist.get_rank()].clone())
+        outputs.append(rows.flatten(0, -2)[dist.get_rank()].clone())
         all_reduce(outputs[-1], call=call, multiplier=multiplier, sections=sections)
         planned.append(all_reduce_exchange(rows.shape[-1], grid=grid, config=config, sections=sections))
     assert_sent(traffic.total, planned)
@@ -229,20 +249,22 @@ def all_reduce_on_threads(
 
 
 @few
-@given(case=cases, config=gradient_configs, multiplier=multipliers)
+@given(case=in_levels, config=gradient_configs, multiplier=multipliers)
 @example(case=FLAT, config=SLICES, multiplier=0.25)
 @example(case=NODES, config=NARROW, multiplier=0.25)
+@example(case=BLOCKS, config=SLICES, multiplier=0.125)
+@example(case=NODES_IN_BLOCKS, config=NARROW, multiplier=0.25)
 def test_all_ranks_get_the_sum_of_tensors_that_the_definition_gives(
     case: Case, config: GradientConfig, multiplier: float
 ) -> None:
-    (nodes, per_node), drawn, dtype, seed = case
-    unit = group_unit(config, grid=Grid(nodes=nodes, ranks_per_node=per_node))
+    sizes, drawn, dtype, seed = case
+    unit = group_unit(config, grid=grid_of(sizes))
     inputs = [
-        (values(nodes, per_node, row.numel, seed=seed + index, dtype=dtype), row.sections(unit))
+        (values(*sizes, row.numel, seed=seed + index, dtype=dtype), row.sections(unit))
         for index, row in enumerate(drawn)
     ]
-    arguments = nodes, per_node, config, inputs, multiplier
-    results = run_threads(all_reduce_on_threads, nodes * per_node, *arguments, timeout=280)
+    arguments = sizes, config, inputs, multiplier
+    results = run_threads(all_reduce_on_threads, prod(sizes), *arguments, timeout=280)
     for call, (rows, sections) in enumerate(inputs):
         expected = by_definition.all_reduce(
             rows, sections, config=config, seed=SEED, bucket=BUCKET, call=call, multiplier=multiplier

@@ -7,6 +7,8 @@ group gives the step. Sums add bounds, and the transform back takes their mean o
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,43 +48,51 @@ def rounding_error(magnitudes: Tensor, config: GradientConfig, level: str) -> Te
 
 
 def reduce_scatter(inputs: Tensor, *, config: GradientConfig, multiplier: float = 1.0) -> Tensor:
-    """Return how far the sums [n, g, values] of rows [n, g, n, g, values] may be from the exact ones."""
-    nodes, per_node, _, _, numel = inputs.shape
+    """Return how far the sums [*sizes, values] of rows [*sizes, *sizes, values] may be from the exact ones.
+
+    Args:
+        inputs: sizes are (n, g), or (b, n, g) with blocks of nodes.
+    """
+    *sizes, numel = inputs.shape
+    sizes = sizes[: len(sizes) // 2]
     if not numel:
-        return torch.zeros(nodes, per_node, 0, dtype=torch.float64)
-    hops = (config.intra_bits, per_node > 1), (config.inter_bits, nodes > 1)
-    hadamard = config.hadamard and any(bits is not None for bits, used in hops if used)
+        return torch.zeros(*sizes, 0, dtype=torch.float64)
+    levels = ["intra", *["inter"] * (len(sizes) - 1)]
+    used = [level for level, size in zip(levels, sizes[::-1], strict=True) if size > 1]
+    hadamard = config.hadamard and any(getattr(config, f"{level}_bits") is not None for level in used)
     rows = transformed(blocks(inputs)) if hadamard else blocks(inputs)
     error = torch.zeros_like(rows)
-    if per_node > 1:
-        error = rounding_error(rows.abs(), config, "intra")
-    # Of node k for rank i of node m: [k, m, i, values].
-    rows, error = rows.sum(1), error.sum(1)
-    if nodes > 1:
-        between = rounding_error(rows.abs() + error, config, "inter")
-        if config.exact_own:
-            between[range(nodes), range(nodes)] = 0.0
-        error = error + between
-    error = error.sum(0)
+    # Hop by hop from the last dimension of the senders: their messages are rounded, then summed.
+    for hop, level in enumerate(levels):
+        size, sender = sizes[-1 - hop], len(sizes) - 1 - hop
+        if size > 1:
+            rounded = rounding_error(rows.abs() + error, config, level)
+            if config.exact_own and level == "inter" and max(sizes[:sender], default=1) == 1:
+                receiver = rows.dim() - 2 - hop
+                rounded.diagonal(dim1=sender, dim2=receiver).zero_()
+            error = error + rounded
+        rows, error = rows.sum(sender), error.sum(sender)
     return (averaged(error) if hadamard else error)[..., :numel] * abs(multiplier)
 
 
 def all_reduce(inputs: Tensor, *, config: GradientConfig, multiplier: float = 1.0) -> Tensor:
-    """Return how far the sum [values] of inputs [n, g, values] may be from the exact one."""
-    nodes, per_node, numel = inputs.shape
-    if nodes * per_node == 1 or not numel:
+    """Return how far the sum [values] of inputs [*sizes, values] may be from the exact one."""
+    *sizes, numel = inputs.shape
+    world, per_node = math.prod(sizes), sizes[-1]
+    nodes = world // per_node
+    if world == 1 or not numel:
         return torch.zeros(numel, dtype=torch.float64)
-    count = per_node if nodes == 2 else nodes * per_node
+    count = per_node if nodes == 2 else world
     stride = numel // count // 32 * 32
     length = numel - (count - 1) * stride
     level = "inter" if nodes > 1 else "intra"
     hadamard = config.hadamard and getattr(config, f"{level}_bits") is not None
-    reduced_over = (1, per_node) if nodes == 2 else (nodes, per_node)
-    pieces = torch.stack([inputs[..., p * stride : p * stride + length] for p in range(count)], dim=2)
+    reduced_over = [1, per_node] if nodes == 2 else sizes
+    pieces = torch.stack([inputs[..., p * stride : p * stride + length] for p in range(count)], dim=-2)
     total = torch.zeros(count, length, dtype=torch.float64)
     for copy in pieces.reshape(-1, *reduced_over, *reduced_over, length):
         error = blocks(reduce_scatter(copy, config=config).reshape(count, length))
-        sums = blocks(copy.double().sum((0, 1)).reshape(count, length))
+        sums = blocks(copy.double().sum(tuple(range(len(reduced_over)))).reshape(count, length))
         # A transformed value is off by at most 32 times the mean error of its block.
         largest = transformed(sums).abs() + 32 * averaged(error) if hadamard else sums.abs() + error
         sent = rounding_error(largest, config, level)

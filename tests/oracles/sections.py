@@ -55,10 +55,10 @@ def reduce_scatter(
     call: int,
     multiplier: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums [n, g, values] of rows [n, g, n, g, values], and bounds of their errors."""
-    nodes, per_node, *_, numel = inputs.shape
-    if not numel:
-        return torch.zeros(nodes, per_node, 0), torch.zeros(nodes, per_node, 0)
+    """Return the sums [*sizes, values] of rows [*sizes, *sizes, values], and bounds of their errors."""
+    sizes = inputs.shape[: inputs.dim() // 2]
+    if not inputs.shape[-1]:
+        return torch.zeros(*sizes, 0), torch.zeros(*sizes, 0)
 
     def sums(rows: Tensor, section: Section) -> Tensor:
         number = Call(seed, bucket, section.call(call))
@@ -81,7 +81,7 @@ def all_reduce(
     call: int,
     multiplier: float,
 ) -> Tensor:
-    """Return the sum [values] of inputs [n, g, values] that all ranks end with."""
+    """Return the sum [values] of inputs [*sizes, values] that all ranks end with."""
     if not inputs.shape[-1]:
         return torch.zeros(0)
 

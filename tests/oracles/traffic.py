@@ -68,7 +68,7 @@ def gradient_exchange(
     numel: int, *, grid: Grid, config: GradientConfig, sections: Sequence[Section] = ()
 ) -> Traffic:
     """Return the traffic of one reduction of rows of `numel` values; sections () is a single one."""
-    g, n = grid.ranks_per_node, grid.nodes
+    g, n, b = grid.ranks_per_node, grid.nodes, grid.blocks
     if grid.size == 1 or not (numel or sections):
         return Traffic()
     if numel < config.min_numel:
@@ -79,8 +79,13 @@ def gradient_exchange(
     for chosen in cut_into_chunks(lengths, config=config, grid=grid):
         parts = [(cut[index], place.stop - place.start) for index, place in chosen]
         inside = message_bytes(parts, bits=config.intra_bits, group_size=config.intra_group_size, rows=n)
-        between = message_bytes(parts, bits=config.inter_bits, group_size=config.inter_group_size)
-        found += messages(("intra", inside, g - 1), ("inter", between, n - 1))
+        # The ranks of a block get a row for each block, those of other blocks only their own.
+        in_block, between = (
+            message_bytes(parts, bits=config.inter_bits, group_size=config.inter_group_size, rows=rows)
+            for rows in (b, 1)
+        )
+        found += messages(("intra", inside, g - 1), ("inter", in_block, n // b - 1))
+        found += messages(("inter", between, b - 1))
     return found
 
 
@@ -103,7 +108,9 @@ def all_reduce_exchange(
     hop = "inter" if n > 1 else "intra"
     bits, group_size = getattr(config, f"{hop}_bits"), getattr(config, f"{hop}_group_size")
     message = message_bytes([(piece, piece.numel) for piece in pieces], bits=bits, group_size=group_size)
-    return reduced + messages(("inter", message, n - 1), ("intra", message, n * (g - 1)))
+    b = grid.blocks
+    between = messages(("inter", message, b - 1), ("inter", message, b * (n // b - 1)))
+    return reduced + between + messages(("intra", message, n * (g - 1)))
 
 
 def weight_refresh(

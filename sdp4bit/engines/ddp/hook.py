@@ -25,7 +25,13 @@ from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
 from sdp4bit.observe.alerts import Alerts
 from sdp4bit.observe.audit import ReplicaCopy
-from sdp4bit.observe.explain import ONE_RANK, describe_all_reduce, one_node_note, one_node_reason
+from sdp4bit.observe.explain import (
+    ONE_RANK,
+    describe_all_reduce,
+    one_hop_note,
+    one_node_note,
+    one_node_reason,
+)
 from sdp4bit.observe.measures import Telemetry, sample_gradient
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.ops import checksum
@@ -89,7 +95,8 @@ class DDPCommState(CommHandle):
             process_group: the model's, as `torch.distributed.new_group` returned it; None for the default
                 group. Ranks outside of the group pass it too.
             topology: the ranks of each node: "auto" (by host name), ranks per node, or an (inter, intra)
-                mesh.
+                mesh. A tuple of one of the first two and the nodes per block, such as (8, 32), reduces in
+                three levels.
             config: settings or the name of a preset; None uses the default. No weights are sent, so `weights`
                 does not apply. Neither does `audit`, because weights differ inside `join()`: call `audit()`.
 
@@ -137,8 +144,9 @@ class DDPCommState(CommHandle):
         check_numbers(buckets=1, ranks=len(ranks))
         self._topology = create_topologies(list(layouts.values()), purpose="DDP")[ranks]
         self._undo.callback(destroy_topology, self._topology)
-        note = one_node_note([(_NOT_SENT, self._unquantized_reason())])
-        if note:
+        reason = self._unquantized_reason()
+        notes = one_node_note([(_NOT_SENT, reason)]), "" if reason else one_hop_note([self._topology.layout])
+        for note in filter(None, notes):
             warnings.warn(f"sdp4bit: {note}", stacklevel=3)
         return self._topology
 

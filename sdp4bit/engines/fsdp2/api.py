@@ -69,7 +69,9 @@ def quantize_communication(
 
     Args:
         model: the root FSDP module, or all local roots (pipeline stages); `[]` on a rank without a model.
-        topology: the ranks of each node: "auto" (by host name), ranks per node, or an (inter, intra) mesh.
+        topology: the ranks of each node: "auto" (by host name), ranks per node, or an (inter, intra) mesh. A
+            tuple of one of the first two and the nodes per block, such as (8, 32), reduces gradients in three
+            levels.
         config: settings or the name of a preset; None uses the default.
         skip: FSDP modules to leave in full precision, as patterns over their names or a predicate.
 

@@ -13,7 +13,7 @@ from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.fsdp2.view import FSDPView, named_fsdp_modules
-from sdp4bit.observe.explain import OFF, ONE_RANK, one_node_note, one_node_reason
+from sdp4bit.observe.explain import OFF, ONE_RANK, one_hop_note, one_node_note, one_node_reason
 from sdp4bit.quantization.checks import VALUE_DTYPES
 
 PARTIAL_GRADIENTS = (
@@ -209,6 +209,10 @@ def warn_of_layout(
         [each if is_inside else ("", "") for each, is_inside in zip(reasons, inside, strict=True)]
     )
     messages = [note] if note else []
+    reduced = [group for group, (_, why) in zip(groups, reasons, strict=True) if why in ("", ONE_RANK)]
+    over = [layouts.shards[group.ranks] for group in reduced]
+    over += [layouts.replicate[group.replicate_ranks] for group in reduced if len(group.replicate_ranks) > 1]
+    messages += filter(None, [one_hop_note(over)])
     dense = [
         f"{group.name} ({because})"
         for group, (because, _) in zip(groups, reasons, strict=True)

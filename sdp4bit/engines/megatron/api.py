@@ -49,7 +49,8 @@ def quantize_communication(
             is Megatron's parameter buffer, so `weights.replica` only decides whether weights are quantized
             inside one node, as on FSDP2.
         topology: the ranks of each node: "auto" (by host name), ranks of the job per node, or an
-            (inter, intra) mesh of the data-parallel group.
+            (inter, intra) mesh of the data-parallel group. A tuple of one of the first two and the nodes per
+            block, such as (8, 32), reduces gradients in three levels.
 
     Raises:
         ValueError: the model, the optimizer, their versions or the settings are not supported, or settings

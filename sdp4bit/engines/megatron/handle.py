@@ -30,7 +30,13 @@ from sdp4bit.engines.megatron.staged import StagedCollectives
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
 from sdp4bit.engines.protocol import Undo
-from sdp4bit.observe.explain import ONE_RANK, describe_gradients, one_node_note, one_node_reason
+from sdp4bit.observe.explain import (
+    ONE_RANK,
+    describe_gradients,
+    one_hop_note,
+    one_node_note,
+    one_node_reason,
+)
 
 EXPERTS_SPLIT = "experts under tensor parallelism"  # reason why a bucket of experts is not quantized
 
@@ -150,8 +156,9 @@ class MegatronCommHandle(CommHandle):
         )
         super().__init__(state, config=config, note=note)
         self.topology = topology
-        if note:
-            warnings.warn(f"sdp4bit: {note}", stacklevel=3)
+        quantized = [group.layout for group in groups if not group.gradients_unquantized_reason]
+        for each in filter(None, (note, one_hop_note(quantized))):
+            warnings.warn(f"sdp4bit: {each}", stacklevel=3)
         with self._attaching() as undo:
             build(groups, layouts=layouts, config=config, undo=undo)
             for group in groups:

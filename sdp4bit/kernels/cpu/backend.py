@@ -304,16 +304,16 @@ def dequantize_reduce_quantize(
     multiplier: float = 1.0,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
-    terms, parts = messages.shape[0], received.parts - (skip is not None)
+    terms, destinations = messages.shape[0], out.shape[0] - (skip is not None)
     _run(
         kernels.reduce_quantize,
         (dither is not None, _rounding_flag(rounding), received.format, sent.format),
         messages.data_ptr(), messages.stride(0), terms, received.code_bytes, received.scales_offset,
-        received.groups, received.group_size, parts, _index(skip), sent.padded_numel,
-        out.data_ptr(), out.stride(0), sent.scales_offset, sent.payload_bytes, sent.nbytes,
-        sent.group_size, _step(sent), *_rounding_numbers(rounding),
-        *_dither_numbers(dither),
-        work=max(terms, 1) * parts * sent.numel, layout=sent, terms=terms,
+        received.groups, received.group_size, destinations, sent.parts, out.shape[0], _index(skip),
+        sent.padded_numel, out.data_ptr(), out.stride(0), sent.code_bytes, sent.scales_offset,
+        sent.payload_bytes, sent.nbytes, sent.groups, sent.group_size, _step(sent),
+        *_rounding_numbers(rounding), *_dither_numbers(dither),
+        work=max(terms, 1) * destinations * sent.parts * sent.numel, layout=sent, terms=terms,
     )  # fmt: skip
     if own is not None:
         assert skip is not None

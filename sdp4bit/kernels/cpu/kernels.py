@@ -222,20 +222,27 @@ def quantize_rows(thread, threads, parameters):
 
 
 def reduce_quantize(thread, threads, parameters):
-    """Quantize row i of the sum of all messages into message i; `parts` does not count the row `skip`."""
+    """Quantize the rows of the sum of all messages, each `apart`-th one into the same message.
+
+    `destinations` does not count the message that is left out, `skip`.
+    """
     (
         is_dither, rounding, received, sent,
         messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, group_size_in,
-        parts, skip, padded, out, out_stride, scales_offset, payload_bytes, nbytes, group_size,
+        destinations, parts, apart, skip, padded,
+        out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, group_size,
         step, k0, k1, first, row_stride, mask,
         k0_in, k1_in, first_in, row_stride_in, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 33)  # fmt: skip
+    ) = _unpack(parameters, 37)  # fmt: skip
     total, spare, largest, table = _locate(thread, tile, scratch, scratch_stride)
     masks = table + 4 * terms
     write_masks(masks, terms, is_dither)
-    tiles, row, start = _share(parts, padded, tile, thread, threads)
+    tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
     for _ in range(tiles):
-        part = row + (row >= skip)
+        destination = row // parts
+        place = row - destination * parts
+        destination += destination >= skip
+        part = place * apart + destination
         count = min(tile, padded - start)
         first_group = start // group_size
         for group in range((count + group_size - 1) // group_size):
@@ -250,11 +257,12 @@ def reduce_quantize(thread, threads, parameters):
                 is_dither, part * row_stride_in + first_in, k0_in, k1_in, spare,
             )  # fmt: skip
             store_u32(largest + 4 * group, largest_lane(peak))
-        message = out + part * out_stride
+        message = out + destination * out_stride
         encode_tile(
-            total, count, largest, message + (start >> 5) * sent.width,
-            message + scales_offset + 2 * first_group,
-            sent, group_size, step, 0, 0, rounding, part * row_stride + first + start, k0, k1, mask, spare,
+            total, count, largest, message + place * code_bytes + (start >> 5) * sent.width,
+            message + scales_offset + 2 * (place * groups + first_group),
+            sent, group_size, step, 0, 0,
+            rounding, (destination * parts + place) * row_stride + first + start, k0, k1, mask, spare,
             0, 0, 0, 0,
         )  # fmt: skip
         start += tile
@@ -262,7 +270,7 @@ def reduce_quantize(thread, threads, parameters):
             start = 0
             row += 1
     if thread == 0:
-        _clear_padding(out, parts, skip, out_stride, payload_bytes, nbytes)
+        _clear_padding(out, destinations, skip, out_stride, payload_bytes, nbytes)
 
 
 def dequantize_rows(thread, threads, parameters):

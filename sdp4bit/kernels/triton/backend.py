@@ -308,11 +308,11 @@ def dequantize_reduce_quantize(
     unit = math.gcd(_VALUE_UNIT, received.numel)
     _launch(
         reduce_quantize_kernel,
-        (tiles, received.parts - (skip is not None and own is None), 1),
+        (tiles, sent.parts, out.shape[0] - (skip is not None and own is None)),
         (messages, messages if own is None else own, out),
         (
             *(messages.shape[0], sent.padded_numel // BLOCK, _message_stride(messages), _message_stride(out)),
-            *(received.parts, skip),
+            *(received.parts, sent.parts, skip),
             *_rounding_numbers(rounding),
             *_dither_numbers(dither),
             *(multiplier, received.numel // unit),

@@ -53,7 +53,7 @@ from sdp4bit.quantization.checksum import GOLDEN, ROUNDS, STRIPE_WORDS, signed64
 _RUNTIME = [
     *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks"),
     *("destination_stride", "part_stride", "row_stride", "stride", "out_stride", "multiplier"),
-    *("part", "parts_in", "skip", "own_numel", "nonfinite", "units"),
+    *("part", "parts_in", "parts_out", "skip", "own_numel", "nonfinite", "units"),
     *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in"),
 ]
 _GOLDEN, _STRIPE_WORDS = tl.constexpr(signed64(GOLDEN)), tl.constexpr(STRIPE_WORDS)
@@ -305,14 +305,18 @@ def _write_sums(
 
 @triton.jit
 def _quantize_sums(
-    codes_in, scales_in, step, count, blocks, message, random, k0, k1, sender_mask, random_in, k0_in, k1_in,
+    codes_in, scales_in, step, count, blocks, message, part, parts, random, k0, k1, sender_mask,
+    random_in, k0_in, k1_in,
     COUNT: tl.constexpr, FORMAT_IN: tl.constexpr, GROUP_IN: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROUNDING: tl.constexpr,
     PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the sum of a part over all messages into a message; the loop of reduce_quantize_kernel."""
-    codes, scales = codes_and_scales(message, 0, 1, blocks, FORMAT, GROUP)
-    places = scale_slots(0, 1, blocks, FORMAT, GROUP)
+    """Quantize the sum of a part over all messages; the loop of reduce_quantize_kernel.
+
+    It becomes part `part` of the `parts` of a message.
+    """
+    codes, scales = codes_and_scales(message, part, parts, blocks, FORMAT, GROUP)
+    places = scale_slots(part, parts, blocks, FORMAT, GROUP)
     slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
     for tile in range(tl.program_id(0), tl.cdiv(places, GROUPS), tl.num_programs(0)):
@@ -359,7 +363,8 @@ def reduce_quantize_kernel(
     stride: tl.int64,  # in units of 16 bytes, like out_stride
     out_stride: tl.int64,
     parts_in,
-    skip,  # a part that is left out, or written to `own`, or None
+    parts_out,  # of a message
+    skip,  # a message that is left out, or whose only part is written to `own`, or None
     k0,
     k1,
     first_block,
@@ -384,14 +389,17 @@ def reduce_quantize_kernel(
     OWN_UNIT: tl.constexpr,
     HADAMARD: tl.constexpr,
 ):
-    """Quantize the sum of each part over all messages into one message per part.
+    """Quantize the sum of each part over all messages: part p into message p % m, as its part p // m.
+
+    The grid is [programs, parts of a message, messages].
 
     A tile is GROUPS sent groups. Each chunk finds its own received codes and scale, so the two group sizes
     are independent. Long groups are read twice, as above.
     """
-    part = tl.program_id(1)
+    place, destination = tl.program_id(1), tl.program_id(2)
     if skip is not None and not HAS_OWN:
-        part += part >= skip
+        destination += destination >= skip
+    part = place * (parts_in // parts_out) + destination
     step = stride.to(tl.int64) * 16
     codes_in, scales_in = codes_and_scales(messages, part, parts_in, blocks, FORMAT_IN, GROUP_IN)
     random_in = None
@@ -410,8 +418,9 @@ def reduce_quantize_kernel(
         )  # fmt: skip
     else:
         _quantize_sums(
-            codes_in, scales_in, step, count, blocks, out + part * (out_stride.to(tl.int64) * 16),
-            first_block + part * row_blocks, k0, k1, sender_mask, random_in, k0_in, k1_in,
+            codes_in, scales_in, step, count, blocks, out + destination * (out_stride.to(tl.int64) * 16),
+            place, parts_out, first_block + (destination * parts_out + place) * row_blocks, k0, k1,
+            sender_mask, random_in, k0_in, k1_in,
             COUNT, FORMAT_IN, GROUP_IN, FORMAT, GROUP, GROUPS, SLOTS, ROUNDING, PAIRED,
         )  # fmt: skip
 

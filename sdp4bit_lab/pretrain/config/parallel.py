@@ -16,6 +16,9 @@ class ParallelConfig(RanksConfig):
     simulated_ranks: int | None = None
     """Simulate this many data-parallel ranks in one process, including the effect of their communication on
     weights and gradients. Needs --ranks-per-node."""
+    nodes_per_block: int | None = None
+    """Consecutive nodes that form a block. Gradients then cross nodes in two hops, within blocks and between
+    them, with fewer messages; for more than 64 nodes. Default: one hop."""
     tensor_model_parallel_size: int = 1
     """Consecutive ranks that split the matrices of every block."""
     pipeline_model_parallel_size: int = 1
@@ -29,6 +32,7 @@ class ParallelConfig(RanksConfig):
         super().__post_init__()
         require_at_least(1, self, "tensor_model_parallel_size", "pipeline_model_parallel_size")
         require_at_least(1, self, "num_layers_per_virtual_pipeline_stage", "simulated_ranks")
+        require_at_least(1, self, "nodes_per_block")
         per_stage = self.num_layers_per_virtual_pipeline_stage
         require(
             per_stage is None or self.pipeline_model_parallel_size > 1,
@@ -54,6 +58,12 @@ class ParallelConfig(RanksConfig):
             f"{flag} simulates data parallelism only: remove --tensor-model-parallel-size and "
             "--pipeline-model-parallel-size",
         )
+
+    @property
+    def topology(self) -> str | int | tuple[str | int, int]:
+        """The nodes, and their blocks if there are any, as the library takes them."""
+        nodes = "auto" if self.ranks_per_node is None else self.ranks_per_node
+        return nodes if self.nodes_per_block is None else (nodes, self.nodes_per_block)
 
     def processes(self, devices: int) -> int:
         return super().processes(devices) if self.simulated_ranks is None else 1

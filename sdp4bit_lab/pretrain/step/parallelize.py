@@ -256,10 +256,9 @@ def _named_roots(chunks: list[GPT], numbers: list[int], *, stages: int) -> nn.Mo
 
 def quantize(model: nn.Module, *, config: PretrainConfig) -> sdp4bit.CommHandle:
     """Quantize the model's communication by the configured strategy and return the handle."""
-    ranks_per_node = config.parallel.ranks_per_node
     try:
         return sdp4bit.quantize_communication(
-            model, topology="auto" if ranks_per_node is None else ranks_per_node, config=config.quantization
+            model, topology=config.parallel.topology, config=config.quantization
         )
     except ValueError as error:
         raise SettingError(str(error)) from error

@@ -78,8 +78,7 @@ class SimulatedModel(ShardedModel):
 
     @property
     def _nodes(self) -> str:
-        layout = self.communication.layout
-        return f"{layout.nodes} x {layout.ranks_per_node}"
+        return self.communication.layout.describe()
 
     @property
     def per_rank(self) -> dict[str, Stateful]:
@@ -103,6 +102,12 @@ def build_simulated_model(config: PretrainConfig, *, layout: RankLayout) -> Simu
         raise SettingError("simulated ranks need --simulated-ranks and --ranks-per-node")
     param_dtype = dtype_of(training.param_dtype)
     quantization = config.quantization
+    try:
+        nodes = simulated_layout(
+            ranks, ranks_per_node=ranks_per_node, nodes_per_block=parallel.nodes_per_block
+        )
+    except ValueError as error:
+        raise SettingError(str(error)) from error
 
     def build() -> GPT:
         with torch.device("meta"):
@@ -133,7 +138,7 @@ def build_simulated_model(config: PretrainConfig, *, layout: RankLayout) -> Simu
             main,
             compute,
             groups=parameter_groups(main),
-            layout=simulated_layout(ranks, ranks_per_node=ranks_per_node),
+            layout=nodes,
             config=quantization,
             reshard=training.reshard_after_forward,
         ),
