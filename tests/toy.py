@@ -170,13 +170,13 @@ class Result(list[float]):
 
 
 class SumInNodesFirst:
-    """A dense reduction that adds as the two-level exchange does: within each node, then over nodes.
+    """A dense reduction that adds as the exchange does: within each node, each block, then over all.
 
     Like the exchange it adds in fp32. Without quantizers the exchange equals it bit for bit.
     """
 
-    def __init__(self, ranks_per_node: int) -> None:
-        self.ranks_per_node = ranks_per_node
+    def __init__(self, topology: int | tuple[int, int]) -> None:
+        self.sizes = topology if isinstance(topology, tuple) else (topology,)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -186,19 +186,23 @@ class SumInNodesFirst:
     ) -> None:
         gathered = [torch.empty_like(input_tensor) for _ in range(group.size())]
         dist.all_gather(gathered, input_tensor, group=group)
-        nodes: dict[int, Tensor] = {}
-        for rank, values in zip(dist.get_process_group_ranks(group), gathered, strict=True):
-            node = rank // self.ranks_per_node
-            nodes[node] = nodes[node] + values.float() if node in nodes else values.float()
-        total = reduce(torch.add, nodes.values()).view(group.size(), -1)[group.rank()]
+        ranks = dist.get_process_group_ranks(group)
+        sums = dict(zip(ranks, (values.float() for values in gathered), strict=True))
+        for size in self.sizes:
+            of_level: dict[int, Tensor] = {}
+            for number, values in sums.items():
+                place = number // size
+                of_level[place] = of_level[place] + values if place in of_level else values
+            sums = of_level
+        total = reduce(torch.add, sums.values()).view(group.size(), -1)[group.rank()]
         output_tensor.copy_(total * reduction_multiplier(op, group, name="plain", engine="FSDP2"))
 
 
-def sum_in_nodes_first(model: nn.Module, ranks_per_node: int) -> None:
+def sum_in_nodes_first(model: nn.Module, topology: int | tuple[int, int]) -> None:
     """Let plain FSDP2 add gradients so."""
     for module in model.modules():
         for group in param_groups_of(module) if isinstance(module, FSDPModule) else []:
-            group._reduce_scatter_comm = SumInNodesFirst(ranks_per_node)  # the setter wants a single group
+            group._reduce_scatter_comm = SumInNodesFirst(topology)  # the setter wants a single group
 
 
 class Run:
@@ -212,7 +216,7 @@ class Run:
         model: nn.Module,
         config: SDP4BitConfig | None,
         *,
-        topology: int = 2,
+        topology: int | tuple[int, int] = 2,
         ordered: bool = False,
         data_rank: int | None = None,
         clip: float | None = None,

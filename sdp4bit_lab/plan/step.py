@@ -185,8 +185,11 @@ def _hybrid(costs: Costs, *, grid: Grid, config: SDP4BitConfig) -> Hybrid | None
     for nodes in range(1, grid.nodes):
         if grid.nodes % nodes:
             continue
-        shards = replace(grid, nodes=nodes)
-        replicas = Grid(nodes=grid.nodes // nodes, ranks_per_node=1)
+        cluster, layout = costs.cluster, replace(costs.layout, replicas=grid.nodes // nodes)
+        try:
+            shards, replicas = layout.grids(nodes=cluster.nodes, devices_per_node=cluster.devices_per_node)
+        except SettingError:  # replicas do not fill the blocks of nodes
+            continue
         plain = costs.of(BASELINE, row_bytes=BF16_BYTES, grid=shards, replicas=replicas)
         if costs.fits(plain):
             ours = costs.of(config, row_bytes=costs.layout.row_bytes, grid=shards, replicas=replicas)

@@ -63,7 +63,7 @@ class MegatronRun:
         self,
         config: SDP4BitConfig | None,
         *,
-        topology: int = 2,
+        topology: int | tuple[int, int] = 2,
         tp: int = 1,
         pp: int = 1,
         chunks: int = 1,
@@ -147,7 +147,7 @@ class MegatronRun:
         if config is not None and attach:
             self.attach(config, topology=topology)
 
-    def attach(self, config: SDP4BitConfig, *, topology: int) -> None:
+    def attach(self, config: SDP4BitConfig, *, topology: int | tuple[int, int]) -> None:
         """Quantize what the run communicates."""
         self.comm = quantize_communication(self.chunks, self.optimizer, config=config, topology=topology)
 

@@ -112,6 +112,7 @@ def test_the_second_half_of_a_bucket_goes_with_the_first_half_of_the_next() -> N
     [
         {"topology": 1},
         {"topology": 4},
+        {"topology": (1, 2)},
         {"topology": 2, "tp": 2},
         {"topology": 2, "pp": 2, "chunks": 2, "layers": 4},
     ],

@@ -158,8 +158,30 @@ def test_replicas_lie_on_neighbouring_ranks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ({}, [(12, 8, 3), (1, 1, 1)]),
+        ({"nodes_per_block": 12}, [(12, 8, 1), (1, 1, 1)]),
+        ({"tensor_parallel": 16}, [(6, 1, 3), (1, 1, 1)]),  # every second node
+        ({"tensor_parallel": 32}, [(3, 1, 1), (1, 1, 1)]),
+        ({"pipeline_parallel": 3}, [(4, 8, 1), (1, 1, 1)]),
+        ({"replicas": 12}, [(1, 8, 1), (12, 1, 3)]),
+        ({"replicas": 6}, [(2, 8, 1), (6, 1, 3)]),  # of two nodes each
+        ({"replicas": 3}, [(4, 8, 1), (3, 1, 1)]),
+        ({"replicas": 24}, [(1, 4, 1), (12, 2, 3)]),
+    ],
+)
+def test_groups_have_the_blocks_of_the_cluster_s_nodes(
+    layout: dict[str, int], sizes: list[tuple[int, int, int]]
+) -> None:
+    grids = ParallelLayout(**{"nodes_per_block": 4, **layout}).grids(nodes=12, devices_per_node=8)
+    assert [(grid.nodes, grid.ranks_per_node, grid.blocks) for grid in grids] == sizes
+
+
+@pytest.mark.parametrize(
     ("layout", "message"),
     [
+        ({"nodes_per_block": 3}, "--nodes-per-block 3 does not divide the 4 nodes"),
         ({"tensor_parallel": 3}, "does not divide the 32 devices"),
         ({"tensor_parallel": 16, "pipeline_parallel": 4}, "does not divide"),
         ({"replicas": 3}, "--replicas 3 does not divide the 32 ranks"),

@@ -45,6 +45,38 @@ def test_bytes_are_those_of_the_method(n: int, g: int) -> None:
     assert (node.intra_bytes + node.inter_bytes) * grid.size == 4 * total * (grid.size - 1)
 
 
+def test_three_levels_send_the_bytes_of_two_in_fewer_messages() -> None:
+    """48 nodes of 8 in 6 blocks; rows of 2 ** 16, and an all-reduce of pieces of that size."""
+    row, config = 1 << 16, GradientConfig(pipeline_chunks=1)
+    two, three = (Grid(nodes=48, ranks_per_node=8, blocks=blocks) for blocks in (1, 6))
+    for exchange, numel in ((gradient_exchange, row), (all_reduce_exchange, row * two.size)):
+        one_hop, two_hops = (exchange(numel, grid=grid, config=config) for grid in (two, three))
+        assert two_hops.inter_bytes == one_hop.inter_bytes
+        assert two_hops.intra_bytes == one_hop.intra_bytes
+        grids = [call.grid for call in two_hops.calls if call.grid.nodes > 1]
+        assert {(grid.nodes, grid.ranks_per_node) for grid in grids} == {(8, 1), (6, 1)}
+    reduced = gradient_exchange(row, grid=three, config=config)
+    _, first, second, last = reduced.work
+    # Sums of 48 rows over 8 ranks, of 6 over 8 nodes, and of one over 6 blocks.
+    assert [(each.values, each.messages) for each in (first, second, last)] == [
+        (48 * row, 8),
+        (6 * row, 8),
+        (row, 6),
+    ]
+    in_node, in_block, between = 48 * 8 * row * INT8, 48 * row * INT4, 6 * row * INT4
+    assert reduced.buffer_bytes == 2 * (in_node + in_block + between)
+    assert [each.moved_bytes for each in reduced.work] == [
+        4 * row * 384 + in_node,
+        in_node + in_block,
+        in_block + between,
+        between + 4 * row,
+    ]
+    for exchange in (weight_refresh, weight_gather):
+        assert exchange(row, grid=three, config=WeightConfig()) == exchange(
+            row, grid=two, config=WeightConfig()
+        )
+
+
 @pytest.mark.parametrize(("chunks", "at_once"), [(1, 1.0), (4, 0.5)])
 def test_kernels_and_buffers_move_every_message(chunks: int, at_once: float) -> None:
     """4 nodes x 8, rows of 2 ** 20: 32 fp32 rows read, one written, 8 and 4 messages sent and received."""

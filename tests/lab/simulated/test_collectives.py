@@ -13,8 +13,9 @@ from torch import Tensor
 
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section
+from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.traffic import Grid, Traffic, TrafficCounter
+from sdp4bit.traffic import Traffic, TrafficCounter
 from sdp4bit_lab.simulated.collectives import (
     SimulatedAllReduce,
     SimulatedReduceScatter,
@@ -26,7 +27,8 @@ from tests.oracles import sections as by_definition
 from tests.oracles.traffic import gradient_exchange, weight_gather, weight_refresh
 
 ROWS: list[tuple[int, tuple[Section, ...]]] = [*((n, ()) for n in (0, 1, 31, 777, 3001)), (NUMEL, SECTIONS)]
-LAYOUTS = [(2, 2), (4, 1), (1, 4)]
+LAYOUTS = [(2, 2), (4, 1), (1, 4), (2, 2, 1)]
+"""Nodes and ranks per node, or blocks, nodes of a block and ranks per node."""
 GRADIENTS = [
     replace(config, min_numel=0)
     for config in (
@@ -54,8 +56,8 @@ def values(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def counter(nodes: int) -> TrafficCounter:
-    return TrafficCounter(Grid(nodes=nodes, ranks_per_node=4 // nodes))
+def layout_of(sizes: tuple[int, ...]) -> Nodes:
+    return simulated_layout(4, ranks_per_node=sizes[-1], nodes_per_block=sizes[-2])
 
 
 def assert_sent(sent: Traffic, planned: list[Traffic]) -> None:
@@ -65,13 +67,13 @@ def assert_sent(sent: Traffic, planned: list[Traffic]) -> None:
     assert sent.collectives == total.collectives
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
-def test_sums_of_rows_and_their_bytes(nodes: int, per_node: int) -> None:
-    scratch, grid = Scratch(), Grid(nodes=nodes, ranks_per_node=per_node)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_sums_of_rows_and_their_bytes(sizes: tuple[int, ...]) -> None:
+    scratch, grid = Scratch(), layout_of(sizes)
     for bucket, config in enumerate(GRADIENTS):
-        traffic, planned = counter(nodes), []
+        traffic, planned = TrafficCounter(grid), []
         reduce_scatter = SimulatedReduceScatter(
-            simulated_layout(4, ranks_per_node=per_node),
+            grid,
             config=config,
             seed=7,
             bucket=bucket,
@@ -86,7 +88,7 @@ def test_sums_of_rows_and_their_bytes(nodes: int, per_node: int) -> None:
             reduce_scatter.finish(lambda rank, row, rows=rows: rows.update({rank: row.clone()}))
             sums = torch.stack([rows[rank] for rank in range(4)])
             expected, _ = by_definition.reduce_scatter(
-                inputs.view(nodes, per_node, nodes, per_node, numel),
+                inputs.view(*sizes, *sizes, numel),
                 sections,
                 config=config,
                 seed=7,
@@ -99,15 +101,15 @@ def test_sums_of_rows_and_their_bytes(nodes: int, per_node: int) -> None:
         assert_sent(traffic.total, planned)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
-def test_sums_of_tensors(nodes: int, per_node: int) -> None:
-    layout = simulated_layout(4, ranks_per_node=per_node)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_sums_of_tensors(sizes: tuple[int, ...]) -> None:
+    layout = layout_of(sizes)
     for bucket, config in enumerate(GRADIENTS):
         all_reduce = SimulatedAllReduce(layout, config=config, seed=7, bucket=bucket, scratch=Scratch())
         for call, (numel, sections) in enumerate(ROWS):
             inputs = values(4, numel, seed=call)
             expected = by_definition.all_reduce(
-                inputs.view(nodes, per_node, numel),
+                inputs.view(*sizes, numel),
                 sections,
                 config=config,
                 seed=7,
@@ -119,12 +121,11 @@ def test_sums_of_tensors(nodes: int, per_node: int) -> None:
             assert torch.equal(found, expected), (config, numel)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
-def test_replicas_and_their_bytes(nodes: int, per_node: int) -> None:
-    grid = Grid(nodes=nodes, ranks_per_node=per_node)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_replicas_and_their_bytes(sizes: tuple[int, ...]) -> None:
+    layout = grid = layout_of(sizes)
     for config in WEIGHTS:
-        traffic, planned = counter(nodes), []
-        layout = simulated_layout(4, ranks_per_node=per_node)
+        traffic, planned = TrafficCounter(layout), []
         replica = SimulatedReplica(layout, config=config, traffic=traffic, scratch=Scratch())
         for numel, sections in ROWS[1:]:
             mains = [values(4, numel, seed=step).bfloat16() for step in range(3)]
