@@ -27,7 +27,7 @@ from sdp4bit.quantization import ops
 from sdp4bit.quantization.formats import Bits
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import JointLayout, MessageLayout
-from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
+from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, derive_series, pack_stream
 from sdp4bit.traffic import Level, TrafficCounter
 
 
@@ -120,32 +120,45 @@ class PieceQuantizer:
         for pieces, part, parts, each in zip(
             of_all, layout.layouts, split_messages(messages, layout), sections, strict=True
         ):
-            # In the order of the ranks, because neighboring pieces overlap.
-            for number, piece in enumerate(pieces.unbind()):
-                self._restore(
-                    parts[number :: self.count], piece, part, each.section.call(call), number, multiplier
-                )
+            self._restore(
+                parts, each.values, part, each.section.call(call), pieces.stride(0), multiplier, self.count
+            )
             each.section.put(each.values, values)
 
     def _restore(
-        self, messages: Tensor, out: Tensor, layout: MessageLayout, call: int, row: int, multiplier: float
+        self,
+        messages: Tensor,
+        out: Tensor,
+        layout: MessageLayout,
+        call: int,
+        stride: int,
+        multiplier: float,
+        pieces: int,
     ) -> None:
-        ops.dequantize_reduce_hadamard(
+        """Write all pieces of a section in one launch, so that its cost does not grow with the ranks."""
+        stream = self._stream(call, self._ranks[0])
+        is_dither, step = self._rounding == "dither", self._ranks.step
+        ops.dequantize_reduce_pieces(
             messages,
             out=out,
             layout=layout,
+            pieces=pieces,
+            stride=stride,
             hadamard=self._hadamard,
             multiplier=multiplier * INVERSE_FACTOR if self._hadamard else multiplier,
-            dither=self._key(call, row) if self._rounding == "dither" else None,
+            dither=derive_series(self._seed, stream, rank_step=step) if is_dither else None,
         )
+
+    def _stream(self, call: int, rank: int) -> int:
+        return pack_stream(step=call, bucket=self._bucket, stage=Stage.GATHER, rank=rank)
 
     def _key(self, call: int, row: int) -> RoundingKey:
         is_dither, sender, rank = self._rounding == "dither", row // self.count, self._ranks[row]
         if is_dither:
             # Ranks with the same piece share the key of the first one, so that a receiver derives it once.
             rank = self._ranks[row % self.count]
-        stream = pack_stream(step=call, bucket=self._bucket, stage=Stage.GATHER, rank=rank)
-        return RoundingKey(*derive_keys(self._seed, stream), dither=is_dither, sender=sender)
+        keys = derive_keys(self._seed, self._stream(call, rank))
+        return RoundingKey(*keys, dither=is_dither, sender=sender)
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return values [n], fp32, contiguous, as they arrive in a message of the first rank."""
@@ -154,7 +167,7 @@ class PieceQuantizer:
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
         self.quantize([values], message, call=0, row=0, sections=whole)
         result = torch.empty_like(values)
-        self._restore(message, result, layout.layouts[0], 0, 0, 1.0)
+        self._restore(message, result, layout.layouts[0], 0, 0, 1.0, 1)
         return result
 
 

@@ -22,7 +22,7 @@ def piece_stride_and_length(numel: int, *, pieces: int, unit: int = BLOCK) -> tu
 
     Pieces begin at multiples of `unit`, a multiple of 32, and the last one ends with the tensor. To avoid
     copies and padding, neighbors overlap by fewer than `unit` values per piece. Overlapping values are
-    reduced twice, and the later piece overwrites the earlier one.
+    reduced twice, and those of the later piece are the result: a piece ends where the next one begins.
     """
     stride = numel // pieces // unit * unit
     return stride, numel - stride * (pieces - 1)

@@ -17,7 +17,7 @@ from sdp4bit.quantization import ops
 from sdp4bit.quantization.checksum import STRIPE_WORDS
 from sdp4bit.quantization.formats import BLOCK, format_of
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey, derive_keys
+from sdp4bit.quantization.random import KeySeries, RoundingKey, derive_keys, derive_series
 
 CPU = torch.device("cpu")
 POISON, GUARD = 0xAB, 16
@@ -26,6 +26,7 @@ KEY = RoundingKey(*derive_keys(1234, 7))
 DITHER = KEY._replace(dither=True)
 ROUNDINGS = (None, KEY, DITHER._replace(sender=5))
 DITHERS = (None, DITHER._replace(first=96, row_stride=32 * 555))
+SERIES = (None, derive_series(1234, 7, rank_step=3), KeySeries((1 << 64) - 5, (1 << 63) + 1))
 CLIPS = (1.0, 0.6, 0.25)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_BITS = (*QUANTIZED_BITS, 32)
@@ -268,6 +269,22 @@ def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
         yield KernelCase(ops.dequantize_reduce_hadamard, messages, {"out": out, **named})
 
 
+def dequantize_reduce_pieces(shape: Shape) -> Iterator[KernelCase]:
+    """See subtract_quantize."""
+    counts, strides = (2, 1, 4, 3, 0, 9), (0, 32, 96)
+    transform, dtype, count, shorter = shape.choose((True, False), DTYPES, counts, strides)
+    multiplier = 2.0**-12 if shape.edges else 1 / 96
+    for place, bits in enumerate(ALL_BITS):
+        layout, pieces = shape.layout(bits), 1 + (shape.number + place) % 4
+        stride = max(0, shape.numel // BLOCK * BLOCK - shorter)
+        values = torch.full(((pieces - 1) * stride + shape.numel,), float("nan"), dtype=dtype)
+        named = {"out": guarded_values(values, offset=shape.numel % 3), "layout": layout, "pieces": pieces}
+        named |= {"stride": stride, "hadamard": transform, "multiplier": multiplier}
+        named["dither"] = SERIES[(shape.number + place) % len(SERIES)]
+        messages = make_messages(count * pieces, layout, seed=19, special=shape.edges)
+        yield KernelCase(ops.dequantize_reduce_pieces, messages, named)
+
+
 def scales_that_round_up() -> Iterator[KernelCase]:
     """Yield groups whose unrounded scales have low 16 bits close to a bf16 rounding boundary."""
     for bits in QUANTIZED_BITS:
@@ -318,7 +335,7 @@ def checksums() -> Iterator[KernelCase]:
 
 BY_SHAPE: tuple[Callable[[Shape], Iterator[KernelCase]], ...] = (
     *(subtract_quantize, dequantize_add, hadamard_quantize),
-    *(dequantize_reduce_quantize, dequantize_reduce_hadamard),
+    *(dequantize_reduce_quantize, dequantize_reduce_hadamard, dequantize_reduce_pieces),
 )
 EDGE_CASES: tuple[Callable[[], Iterator[KernelCase]], ...] = (
     *(scales_that_round_up, ends_of_random_numbers, dithered_zeros, checksums),

@@ -32,8 +32,9 @@ from sdp4bit.quantization.checks import (
     check_rounding,
     check_values,
 )
+from sdp4bit.quantization.formats import BLOCK
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey
+from sdp4bit.quantization.random import KeySeries, RoundingKey
 
 BackendName = Literal["auto", "reference", "numba", "triton"]
 
@@ -364,6 +365,58 @@ def dequantize_reduce_hadamard(
             skip=skip,
             own=own,
             blocks=blocks,
+        )
+
+
+def dequantize_reduce_pieces(
+    messages: Tensor,
+    *,
+    out: Tensor,
+    layout: MessageLayout,
+    pieces: int,
+    stride: int,
+    hadamard: bool,
+    multiplier: float,
+    dither: KeySeries | None,
+) -> None:
+    """Sum the messages of each piece of a row, transform and multiply the sums, and write the row.
+
+    A piece begins at a multiple of the stride and ends with the next one, the last one after `layout.numel`
+    values.
+
+    Args:
+        messages: uint8 [k * pieces, nbytes] of the layout; message i is for piece i % pieces.
+        out: [(pieces - 1) * stride + layout.numel], fp32, bf16 or fp16; contiguous.
+        layout: of at least `stride` values, one part.
+        stride: a multiple of 32.
+        hadamard, multiplier: as in dequantize_reduce_hadamard.
+        dither: keys of messages with subtractive dither, None for others. The messages of a piece are from
+            senders 0 to k - 1.
+    """
+    if pieces < 1 or stride < 0 or stride % BLOCK or stride > layout.numel:
+        raise ValueError(
+            f"pieces={pieces} must be at least 1, and stride={stride} a multiple of {BLOCK} from 0 to "
+            f"{layout.numel}"
+        )
+    if out.dim() != 1 or not out.is_contiguous() or len(out) != (pieces - 1) * stride + layout.numel:
+        raise ValueError(
+            f"out must be contiguous [{(pieces - 1) * stride + layout.numel}], got {list(out.shape)}"
+        )
+    check_layout("layout", layout, numel=layout.numel)
+    check_messages("messages", messages, count=None, layout=layout)
+    if len(messages) % pieces:
+        raise ValueError(f"messages must be a multiple of the {pieces} pieces, got {len(messages)}")
+    check_values("out", out, messages=messages)
+    with profiler_range("sdp4bit::dequantize_reduce_pieces"):
+        _backend(out, layout).dequantize_reduce_pieces(
+            messages,
+            out=out,
+            layout=layout,
+            pieces=pieces,
+            stride=stride,
+            hadamard=hadamard,
+            multiplier=multiplier,
+            dither=dither,
         )
 
 

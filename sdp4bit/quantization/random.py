@@ -64,6 +64,18 @@ class RoundingKey(NamedTuple):
         return dither_mask(self.sender)
 
 
+class KeySeries(NamedTuple):
+    """Keys of subtractive dither of pieces whose senders have evenly spaced ranks."""
+
+    start: int
+    step: int
+    """Unsigned 64-bit numbers: piece i has the keys of start + i * step, modulo 2**64."""
+
+    def key(self, piece: int) -> RoundingKey:
+        """Return the key of a piece, as its receivers need it."""
+        return RoundingKey(*_mixed(self.start + piece * self.step & _MASK64), dither=True)
+
+
 def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
     """Return the 64-bit stream number of a quantization; distinct arguments give distinct streams.
 
@@ -109,7 +121,19 @@ def check_numbers(*, buckets: int, ranks: int) -> None:
 
 def derive_keys(seed: int, stream: int) -> tuple[int, int]:
     """Return the two unsigned 32-bit keys of a stream (a splitmix64 finalizer, a bijection in `stream`)."""
-    z = (seed * _GOLDEN + stream * _STREAM + _GOLDEN) & _MASK64
+    return _mixed(_counter(seed, stream))
+
+
+def derive_series(seed: int, stream: int, *, rank_step: int) -> KeySeries:
+    """Return the keys of this stream and of those whose ranks follow at this distance."""
+    return KeySeries(_counter(seed, stream), rank_step * _STREAM & _MASK64)
+
+
+def _counter(seed: int, stream: int) -> int:
+    return (seed * _GOLDEN + stream * _STREAM + _GOLDEN) & _MASK64
+
+
+def _mixed(z: int) -> tuple[int, int]:
     z = ((z ^ (z >> 30)) * _SPLITMIX_1) & _MASK64
     z = ((z ^ (z >> 27)) * _SPLITMIX_2) & _MASK64
     z ^= z >> 31

@@ -35,7 +35,7 @@ from sdp4bit.quantization.checksum import add_checksum  # noqa: F401 - an operat
 from sdp4bit.quantization.formats import BLOCK, Format
 from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey, random_bits16
+from sdp4bit.quantization.random import KeySeries, RoundingKey, random_bits16
 
 _ABS_MASK = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000
@@ -354,3 +354,24 @@ def dequantize_reduce_hadamard(
     if own is not None:
         result = own + result
     _scatter(result, out, blocks)
+
+
+def dequantize_reduce_pieces(
+    messages: Tensor,
+    *,
+    out: Tensor,
+    layout: MessageLayout,
+    pieces: int,
+    stride: int,
+    hadamard: bool,
+    multiplier: float,
+    dither: KeySeries | None,
+) -> None:
+    """See :func:`sdp4bit.quantization.ops.dequantize_reduce_pieces`."""
+    for piece in range(pieces):
+        place = out[piece * stride :][: layout.numel if piece == pieces - 1 else stride]
+        key = None if dither is None else dither.key(piece)
+        total = _reduce(messages[piece::pieces], layout, key, first=0, count=1)[0]
+        if hadamard:
+            total = hadamard32(total)
+        place.copy_(total[: len(place)] * torch.tensor(multiplier, dtype=torch.float32))

@@ -26,6 +26,8 @@ class CommunicationOptions:
     """Name of a preset, unless `config` is set."""
     ranks_per_node: int | None = None
     """Ranks per node; detected by host names by default."""
+    nodes_per_block: int | None = None
+    """Nodes per block, for gradients in three levels; two levels by default."""
     skip: list[str] = field(default_factory=list)
     """FSDP modules to leave in full precision, as shell patterns over their names."""
     config: Annotated[SDP4BitConfig | None, tyro.conf.Suppress] = None
@@ -54,12 +56,13 @@ class SDP4BitTrainer(Trainer):
         """
         super().__init__(config)
         options = config.sdp4bit
+        nodes: str | int = "auto" if options.ranks_per_node is None else options.ranks_per_node
         self.comm = attachment.attach(
             self.model_parts,
             caller="SDP4BitTrainer",
             switch=_SWITCH,
             config=options.preset if options.config is None else options.config,
-            topology="auto" if options.ranks_per_node is None else options.ranks_per_node,
+            topology=nodes if options.nodes_per_block is None else (nodes, options.nodes_per_block),
             skip=options.skip or None,
         )
         if self.checkpointer.enable:  # otherwise it has no states

@@ -5,18 +5,22 @@ Layer: gloo; of the definition, none.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.all_reduce import SectionValues
+from sdp4bit.collectives.all_reduce import PieceQuantizer, SectionValues, sections_of
 from sdp4bit.collectives.sections import Section
+from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import GradientConfig
-from sdp4bit.quantization import definition
+from sdp4bit.quantization import definition, ops, reference
 from sdp4bit.quantization.definition import Call
+from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 from sdp4bit.traffic import Grid, Traffic
 from tests.collectives.built import BUCKET, SEED, all_reduce_of
 from tests.oracles import bounds
@@ -218,6 +222,28 @@ def test_pieces_begin_at_blocks_and_cover_everything_without_a_copy() -> None:
                 assert pieces.stride(0) % unit == 0 and pieces.shape[1] < numel // ranks + unit * ranks + 1
                 pieces.fill_(1.0)
                 assert values.all()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 1000])
+def test_pieces_of_all_ranks_are_restored_in_one_launch_per_section(ranks: int) -> None:
+    layout = Nodes(ranks=tuple(range(ranks)), nodes=ranks, ranks_per_node=1)
+    numbers = range(5, 5 + 3 * ranks, 3)
+    pieces = PieceQuantizer(layout, config=GradientConfig(), seed=1, ranks=numbers, bucket=BUCKET)
+    values = torch.full((32 * 1000 + 77,), math.nan)
+    sections = sections_of(values, [Section(ranges=((0, 16_000),)), Section(ranges=((16_000, 32_077),))])
+    own = [each.pieces(pieces.count)[0] for each in sections]
+    message = pieces.message_layout(own, sections)
+    messages = torch.zeros(ranks, message.nbytes, dtype=torch.uint8)
+    with ops.use_backend("reference"), mock.patch.object(reference, "dequantize_reduce_pieces") as launch:
+        pieces.restore(messages, values, call=3, sections=sections)
+    assert launch.call_count == 2
+    # Each piece has the key of its sender, the first of the two with two nodes.
+    for each, call in zip(sections, launch.call_args_list, strict=True):
+        series = call.kwargs["dither"]
+        for piece in (0, pieces.count - 1):
+            step, rank = each.section.call(3), numbers[piece]
+            stream = pack_stream(step=step, bucket=BUCKET, stage=Stage.GATHER, rank=rank)
+            assert series.key(piece) == RoundingKey(*derive_keys(1, stream), dither=True)
 
 
 def reduce_with_numbers_apart() -> Tensor:

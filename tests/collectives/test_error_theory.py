@@ -239,8 +239,8 @@ def test_blocks_of_nodes_round_sums_once_more(blocks: int, rounding: str) -> Non
         for reduction in (replace(two, blocks=blocks), two)
     ]
     # In units of one node's rounding: a rank's row is rounded on N - 1 other nodes with two levels. In blocks
-    # of S it is rounded on all N nodes, and the sums of the other N / S - 1 blocks, of S times the variance,
-    # are rounded again with the first error in them, 1.4 or 2.8 % of the variance.
+    # of S it is rounded on all N nodes. The sums of the other N / S - 1 blocks are rounded again. Their
+    # variance is S times that of a node, and 1.4 or 2.8 % more by the first rounding.
     first = 0.0139 if rounding == "dither" else 0.0277
     expected = (nodes + (nodes - inside) * (1 + first)) / (nodes - 1)
     # Each mean square is of at least 64 x 16 groups' steps, with a relative standard deviation of 0.3; the

@@ -32,7 +32,7 @@ if not backend._IS_COMPILED:
 
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey
+from sdp4bit.quantization.random import KeySeries, RoundingKey
 
 TARGETS = {
     **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 90, 100, 120)},
@@ -104,6 +104,14 @@ def dequantize_reduce_hadamard(numel: int, bits: float) -> None:
     ops.dequantize_reduce_hadamard(messages(4, layout), dither=DITHER, **named)
 
 
+def dequantize_reduce_pieces(numel: int, bits: float) -> None:
+    layout = MessageLayout(numel=numel, bits=bits, group_size=128)
+    out = torch.zeros(2 * (numel // 32 * 32) + numel)
+    named: dict[str, Any] = {"pieces": 3, "stride": numel // 32 * 32, "hadamard": True, "multiplier": 1 / 128}
+    dither = KeySeries((1 << 64) - 1, (1 << 63) + 1)
+    ops.dequantize_reduce_pieces(messages(6, layout), out=out, layout=layout, dither=dither, **named)
+
+
 def add_checksum(numel: int, bits: float) -> None:
     """Of this many bf16 values, whatever the bits."""
     ops.add_checksum(torch.zeros(4 * numel).bfloat16(), out=torch.zeros((), dtype=torch.int64))
@@ -118,6 +126,7 @@ def add_checksum(numel: int, bits: float) -> None:
         hadamard_quantize,
         dequantize_reduce_quantize,
         dequantize_reduce_hadamard,
+        dequantize_reduce_pieces,
         add_checksum,
     ],
 )

@@ -22,7 +22,7 @@ from sdp4bit.kernels.cases import (
     make_values,
 )
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey
+from sdp4bit.quantization.random import KeySeries, RoundingKey
 
 FEW = settings(deadline=None, derandomize=True, max_examples=60)
 MANY = settings(
@@ -212,11 +212,13 @@ def _hadamard_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
 @st.composite
 def _dequantize_reduce_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
     numel, parts = draw(lengths), draw(st.integers(1, 3))
-    received, sent = draw(layouts(numel, parts=parts)), draw(layouts(numel))
+    in_message = draw(st.integers(1, 2))
+    received = draw(layouts(numel, parts=parts * in_message))
+    sent = draw(layouts(numel, parts=in_message))
     messages = draw(received_messages(draw(counts), received))
     out = guarded_messages(parts, sent)
     named = {"rounding": draw(roundings), "dither": draw(dithers), "skip": draw(_index(parts))}
-    if named["skip"] is not None and draw(st.booleans()):
+    if named["skip"] is not None and in_message == 1 and draw(st.booleans()):
         named |= {"own": torch.full((numel,), math.nan), "hadamard": draw(transforms), "multiplier": 1 / 96}
     return messages, {"received": received, "out": out, "sent": sent, **named}
 
@@ -234,10 +236,23 @@ def _dequantize_reduce_hadamard(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]
     return draw(received_messages(count, layout)), {"out": out, **named, "skip": draw(_index(count))}
 
 
+@st.composite
+def _dequantize_reduce_pieces(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
+    pieces, layout = draw(st.integers(1, 4)), draw(layouts(draw(lengths)))
+    stride = 32 * draw(st.integers(0, layout.numel // 32))
+    values = torch.full(((pieces - 1) * stride + layout.numel,), math.nan, dtype=draw(dtypes))
+    out = guarded_values(values, offset=draw(st.integers(0, 8)))
+    series = st.builds(KeySeries, st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
+    named = {"layout": layout, "pieces": pieces, "stride": stride, "hadamard": draw(transforms)}
+    named |= {"multiplier": draw(st.sampled_from([1.0, 1 / 96])), "dither": draw(st.none() | series)}
+    return draw(received_messages(pieces * draw(st.integers(0, 3)), layout)), {"out": out, **named}
+
+
 CALLS = {
     "subtract_quantize": _subtract_quantize,
     "dequantize_add": _dequantize_add,
     "hadamard_quantize": _hadamard_quantize,
     "dequantize_reduce_quantize": _dequantize_reduce_quantize,
     "dequantize_reduce_hadamard": _dequantize_reduce_hadamard,
+    "dequantize_reduce_pieces": _dequantize_reduce_pieces,
 }

@@ -73,6 +73,16 @@ def valid_calls() -> dict[str, dict[str, Any]]:
             "multiplier": 0.5,
             "dither": DITHER,
         },
+        "dequantize_reduce_pieces": {
+            "messages": messages(2 * ROWS, LAYOUT),
+            "out": torch.zeros(NUMEL + 64),
+            "layout": LAYOUT,
+            "pieces": 2,
+            "stride": 64,
+            "hadamard": True,
+            "multiplier": 0.5,
+            "dither": None,
+        },
     }
 
 
@@ -85,7 +95,16 @@ def call(name: str, arguments: dict[str, Any]) -> None:
 
 SUBTRACT, ADD, HADAMARD = "subtract_quantize", "dequantize_add", "hadamard_quantize"
 REQUANTIZE, REDUCE = "dequantize_reduce_quantize", "dequantize_reduce_hadamard"
+PIECES = "dequantize_reduce_pieces"
 BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
+    *(
+        (PIECES, {name: value}, [f"{name}={value}", "multiple of 32"])
+        for name, value in (("pieces", 0), ("stride", -32), ("stride", 48), ("stride", 160))
+    ),
+    (PIECES, {"out": torch.zeros(NUMEL)}, ["out", "[192]", "[128]"]),
+    (PIECES, {"messages": messages(3, LAYOUT)}, ["messages", "multiple of the 2 pieces", "3"]),
+    (PIECES, {"layout": PARTED}, ["layout", "parts=1"]),
+    (REQUANTIZE, {"sent": PARTED}, ["received", f"parts={PARTS * PARTS}"]),
     (SUBTRACT, {"main": values_of(2, 64)}, ["main", "1-D", "[2, 64]"]),
     (SUBTRACT, {"replica": values_of(65)}, ["[128]", "[65]"]),
     *((SUBTRACT, {"clip": clip}, [f"clip={clip}", "0.1 to 1"]) for clip in (0.0, 0.09, 1.01, -0.5, math.nan)),

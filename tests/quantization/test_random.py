@@ -17,6 +17,7 @@ from sdp4bit.quantization.random import (
     Stage,
     check_numbers,
     derive_keys,
+    derive_series,
     pack_stream,
     random_bits16,
 )
@@ -56,6 +57,21 @@ keys = st.integers(0, M32)
 
 
 # Keys
+
+
+@repeatable
+@given(
+    st.integers(0, M64), st.integers(0, M32), st.integers(0, 1000), st.integers(1, 50), st.integers(0, 4000)
+)
+def test_a_series_has_the_keys_of_ranks_at_its_distance(
+    seed: int, step: int, first: int, rank_step: int, piece: int
+) -> None:
+    first_stream, stream = (
+        pack_stream(step=step, bucket=9, stage=Stage.GATHER, rank=rank)
+        for rank in (first, first + piece * rank_step)
+    )
+    key = derive_series(seed, first_stream, rank_step=rank_step).key(piece)
+    assert key[:2] == keys_by_hand(seed, stream) and key.dither
 
 
 def test_keys_of_stream_zero_are_the_published_outputs_of_splitmix64() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from sdp4bit.kernels.cpu import formats, kernels, tiles
 from sdp4bit.quantization.checksum import GOLDEN, STRIPE_WORDS, signed64, stripe_factors, words_of
 from sdp4bit.quantization.layout import SCALE_BYTES, MessageLayout, round_up
-from sdp4bit.quantization.random import RoundingKey
+from sdp4bit.quantization.random import KeySeries, RoundingKey
 
 FORMATS = formats.FORMATS
 _TILE = 1024
@@ -254,10 +254,10 @@ def dequantize_add(
     _run(
         kernels.dequantize_rows,
         (False, False, blocks is not None, layout.format),
-        messages.data_ptr(), messages.stride(0), 1, layout.scales_offset,
-        layout.group_size, rows, layout.numel, layout.padded_numel, target.data_ptr(),
+        messages.data_ptr(), messages.stride(0), messages.stride(0), 1, layout.scales_offset,
+        layout.group_size, rows, layout.numel, layout.numel, layout.padded_numel, target.data_ptr(),
         target.stride(0) * size, size == 2, target.data_ptr() * accumulate, size == 2, _NEGATIVE_ZERO_BITS,
-        kernels.ONE_BITS, *_dither_numbers(None)[:3], _NO_INDEX, _address(blocks),
+        kernels.ONE_BITS, 0, *_dither_numbers(None)[:3], _NO_INDEX, _address(blocks),
         work=rows * layout.numel, layout=layout, terms=1,
     )  # fmt: skip
     if target is not replica:
@@ -348,11 +348,40 @@ def dequantize_reduce_hadamard(
     _run(
         kernels.dequantize_rows,
         (dither is not None, hadamard, blocks is not None, layout.format),
-        codes, messages.stride(0), terms, scales_offset, layout.group_size,
-        1, layout.numel, layout.padded_numel, target.data_ptr(), 0, target.dtype is torch.bfloat16,
-        _address(own), False, 0, _float_bits(multiplier), *_dither_numbers(dither)[:3],
+        codes, 0, messages.stride(0), terms, scales_offset, layout.group_size,
+        1, layout.numel, layout.numel, layout.padded_numel, target.data_ptr(), 0,
+        target.dtype is torch.bfloat16, _address(own), False, 0, _float_bits(multiplier),
+        0, *_dither_numbers(dither)[:3],
         _index(skip), _address(blocks),
         work=max(terms, 1) * layout.numel, layout=layout, terms=terms,
+    )  # fmt: skip
+    if target is not out:
+        out.copy_(target)
+
+
+def dequantize_reduce_pieces(
+    messages: Tensor,
+    *,
+    out: Tensor,
+    layout: MessageLayout,
+    pieces: int,
+    stride: int,
+    hadamard: bool,
+    multiplier: float,
+    dither: KeySeries | None,
+) -> None:
+    """See :func:`sdp4bit.quantization.ops.dequantize_reduce_pieces`."""
+    terms, message_stride = len(messages) // pieces, messages.stride(0)
+    target = _readable(out)
+    keys = None if dither is None else torch.tensor([dither.key(piece)[:2] for piece in range(pieces)])
+    _run(
+        kernels.dequantize_rows,
+        (dither is not None, hadamard, False, layout.format),
+        messages.data_ptr(), message_stride, message_stride * pieces, terms, layout.scales_offset,
+        layout.group_size, pieces, layout.numel, stride, layout.padded_numel, target.data_ptr(),
+        stride * target.element_size(), target.dtype is torch.bfloat16, 0, False, 0, _float_bits(multiplier),
+        _address(keys), *_dither_numbers(None)[:3], _NO_INDEX, 0,
+        work=max(len(messages), 1) * layout.numel, layout=layout, terms=terms,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)

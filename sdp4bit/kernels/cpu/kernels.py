@@ -274,31 +274,38 @@ def reduce_quantize(thread, threads, parameters):
 
 
 def dequantize_rows(thread, threads, parameters):
-    """Write the sum of messages i * terms to (i + 1) * terms, except the one `skip`, to row i.
+    """Write the sum of messages of row i, except the one `skip`, to row i.
 
-    It is transformed if `hadamard`, multiplied, and added to the row of `own`, unless that is 0; only an
-    `own` that is `out` has its blocks. `initial`, from which sums start, and `multiplier` are the bits of
-    fp32 numbers.
+    The first messages of rows are `row_step` bytes apart. The sum is transformed if `hadamard`, multiplied,
+    and added to the row of `own`, unless that is 0; only an `own` that is `out` has its blocks. Rows but the
+    last one end after `short` values. `initial`, from which sums start, and `multiplier` are the bits of fp32
+    numbers. `keys` is the address of the keys of each row, or 0 if all have the same.
     """
     (
         is_dither, hadamard, has_blocks, coding,
-        messages, stride, terms, scales_offset, group_size, rows, numel, padded,
+        messages, row_step, stride, terms, scales_offset, group_size, rows, numel, short, padded,
         out, out_stride, is_bf16, own, own_is_bf16, initial, multiplier,
-        k0, k1, first, skip, blocks, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 27)  # fmt: skip
+        keys, k0, k1, first, skip, blocks, tile, scratch, scratch_stride,
+    ) = _unpack(parameters, 30)  # fmt: skip
     total, spare, _, table = _locate(thread, tile, scratch, scratch_stride)
     masks = table + 4 * terms
     write_masks(masks, terms, is_dither)
     shift, own_shift = 2 - is_bf16, 2 - own_is_bf16
     tiles, row, start = _share(rows, padded, tile, thread, threads)
     for _ in range(tiles):
-        count = min(tile, padded - start)
-        message = messages + row * terms * stride
-        sum_messages(
-            total, start, count, start // group_size, message, message + scales_offset,
-            terms, skip, stride, coding, group_size, padded, table, masks, float_from_bits(initial),
-            is_dither, first, k0, k1, spare,
-        )  # fmt: skip
+        end = numel if row == rows - 1 else short
+        # Of a row that ends before the messages do, no tile after its end.
+        count = min(tile, padded - start) if start < end or row == rows - 1 else 0
+        message = messages + row * row_step
+        if keys:
+            k0 = load_scalar_i64(keys + 16 * row)
+            k1 = load_scalar_i64(keys + 16 * row + 8)
+        if count:
+            sum_messages(
+                total, start, count, start // group_size, message, message + scales_offset,
+                terms, skip, stride, coding, group_size, padded, table, masks, float_from_bits(initial),
+                is_dither, first, k0, k1, spare,
+            )  # fmt: skip
         target = out + row * out_stride
         added = own + row * out_stride + (start << own_shift) if own else 0
         if has_blocks:
@@ -311,17 +318,17 @@ def dequantize_rows(thread, threads, parameters):
                 )  # fmt: skip
         else:
             target += start << shift
-            whole = min(count, (numel - start) & ~31)
+            whole = min(count, (end - start) & ~31)
             for i in range(0, whole, 32):
                 _finish_block(
                     load_f32(total + 4 * i), target + (i << shift), is_bf16,
                     added + (i << own_shift) if own else 0, own_is_bf16, hadamard, multiplier, 32, spare,
                 )  # fmt: skip
-            if whole < count:
+            if whole < min(count, end - start):
                 _finish_block(
                     load_f32(total + 4 * whole), target + (whole << shift), is_bf16,
                     added + (whole << own_shift) if own else 0, own_is_bf16, hadamard, multiplier,
-                    numel - start - whole, spare,
+                    end - start - whole, spare,
                 )  # fmt: skip
         start += tile
         if start >= padded:

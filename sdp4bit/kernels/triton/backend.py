@@ -31,13 +31,14 @@ from sdp4bit.kernels.triton.kernels import (
     dequantize_kernel,
     quantize_kernel,
     reduce_hadamard_kernel,
+    reduce_pieces_kernel,
     reduce_quantize_kernel,
 )
 from sdp4bit.kernels.triton.launch import launch
-from sdp4bit.quantization.checksum import STRIPE_WORDS, bytes_of
+from sdp4bit.quantization.checksum import STRIPE_WORDS, bytes_of, signed64
 from sdp4bit.quantization.formats import BLOCK
 from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout
-from sdp4bit.quantization.random import RoundingKey
+from sdp4bit.quantization.random import KeySeries, RoundingKey
 
 _MAX_SLOTS = 256
 """Maximum slots of a group in registers; a longer group is read twice."""
@@ -361,6 +362,36 @@ def dequantize_reduce_hadamard(
             *(unit, _unrolled(count), FORMATS[layout.format.name], _group_blocks(layout), slots),
             *(hadamard, own is not None, own_unit),
         ),
+        _warps(slots, 16, out.device),
+    )
+
+
+def dequantize_reduce_pieces(
+    messages: Tensor,
+    *,
+    out: Tensor,
+    layout: MessageLayout,
+    pieces: int,
+    stride: int,
+    hadamard: bool,
+    multiplier: float,
+    dither: KeySeries | None,
+) -> None:
+    """See :func:`sdp4bit.quantization.ops.dequantize_reduce_pieces`.
+
+    Bytes per value as in dequantize_reduce_hadamard.
+    """
+    count, slots, row_blocks = len(messages) // pieces, _warp_size(out.device), layout.padded_numel // BLOCK
+    unit = math.gcd(_VALUE_UNIT, layout.numel)  # the stride is a multiple of 32
+    _launch(
+        reduce_pieces_kernel,
+        (-(-row_blocks // slots), pieces, 1),
+        (messages, out),
+        (
+            *(layout.numel // unit, stride // unit, count, row_blocks, _message_stride(messages), multiplier),
+            *((None, 0) if dither is None else map(signed64, dither)),
+        ),
+        (unit, _unrolled(count), FORMATS[layout.format.name], _group_blocks(layout), slots, hadamard),
         _warps(slots, 16, out.device),
     )
 

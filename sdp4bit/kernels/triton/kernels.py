@@ -54,6 +54,7 @@ _RUNTIME = [
     *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks"),
     *("destination_stride", "part_stride", "row_stride", "stride", "out_stride", "multiplier"),
     *("part", "parts_in", "parts_out", "skip", "own_numel", "nonfinite", "units"),
+    *("piece_stride", "first_key", "key_step"),
     *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in"),
 ]
 _GOLDEN, _STRIPE_WORDS = tl.constexpr(signed64(GOLDEN)), tl.constexpr(STRIPE_WORDS)
@@ -261,7 +262,8 @@ def _read_sums(
 
 @triton.jit
 def _write_sums(
-    codes, scales, step, count, blocks, own, out, numel, multiplier, first_block, k0, k1, skip, own_numel,
+    codes, scales, step, count, blocks, written, own, out, numel, multiplier, first_block, k0, k1, skip,
+    own_numel,
     UNIT: tl.constexpr, COUNT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     HADAMARD: tl.constexpr, HAS_OWN: tl.constexpr, OWN_UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -269,11 +271,11 @@ def _write_sums(
 
     A tile is ROWS blocks, independent of groups. Both chunks of a block are in one thread, so that the
     transform needs no exchange. The bytes of an int4 group are read once for each nibble, the second time
-    from the cache.
+    from the cache. Only the first `written` blocks are written.
     """
-    for tile in range(tl.program_id(0), tl.cdiv(blocks, ROWS), tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tl.cdiv(written, ROWS), tl.num_programs(0)):
         block = tile * ROWS + tl.arange(0, ROWS)
-        mask = block < blocks
+        mask = block < written
         low_chunk = block * 2
         high_chunk = low_chunk + 1
         low_dither = None
@@ -412,7 +414,7 @@ def reduce_quantize_kernel(
         is_own = part == skip
     if is_own:
         _write_sums(
-            codes_in, scales_in, step, count, blocks, own, own, own_numel, multiplier,
+            codes_in, scales_in, step, count, blocks, blocks, own, own, own_numel, multiplier,
             random_in, k0_in, k1_in, None, own_numel,
             OWN_UNIT, COUNT, FORMAT_IN, GROUP_IN, ROWS, HADAMARD, False, OWN_UNIT,
         )  # fmt: skip
@@ -498,7 +500,7 @@ def reduce_hadamard_kernel(
     """Write a part's sum over the messages to the output; see _write_sums."""
     codes, scales = codes_and_scales(messages, part, parts_in, blocks, FORMAT, GROUP)
     _write_sums(
-        codes, scales, stride.to(tl.int64) * 16, count, blocks, own, out, numel, multiplier,
+        codes, scales, stride.to(tl.int64) * 16, count, blocks, blocks, own, out, numel, multiplier,
         first_block_in, k0_in, k1_in, skip, own_numel,
         UNIT, COUNT, FORMAT, GROUP, ROWS, HADAMARD, HAS_OWN, OWN_UNIT,
     )  # fmt: skip
@@ -515,6 +517,53 @@ def _odd_factors(number):
     """Return odd pseudo-random int64 factors of int64 numbers, as `checksum.stripe_factors`."""
     x = (number + 1) * _GOLDEN
     return _mix(_mix(_mix(x, _FIRST_ROUND), _SECOND_ROUND), _THIRD_ROUND) | 1
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def reduce_pieces_kernel(
+    messages,
+    out,
+    numel,  # of a message and of the last piece; like piece_stride in units of UNIT values
+    piece_stride: tl.int64,
+    count,  # of messages of a piece
+    blocks,  # of 32 values in a message, with padding
+    stride: tl.int64,  # in units of 16 bytes
+    multiplier,
+    first_key,  # of the dither of piece 0, before mixing, or None
+    key_step,
+    UNIT: tl.constexpr,
+    COUNT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+):
+    """Write the sum of each piece over its messages to its place; see _write_sums.
+
+    The grid is [programs, pieces]. A piece ends where the next one begins.
+    """
+    piece, pieces = tl.program_id(1), tl.num_programs(1)
+    step = stride.to(tl.int64) * 16
+    codes, scales = codes_and_scales(messages + piece * step, 0, 1, blocks, FORMAT, GROUP)
+    units = piece_stride.to(tl.int64)
+    end = tl.where(piece == pieces - 1, numel.to(tl.int64), units)
+    written = tl.where(piece == pieces - 1, blocks, (units * UNIT // 32).to(tl.int32))
+    first_block = None
+    k0 = 0
+    k1 = 0
+    if first_key is not None:
+        # The keys of `KeySeries`, once per program.
+        key = first_key.to(tl.int64) + piece * key_step.to(tl.int64)
+        key = _mix(_mix(_mix(key, _FIRST_ROUND), _SECOND_ROUND), _THIRD_ROUND)
+        first_block = 0
+        k0 = key.to(tl.int32)
+        k1 = (key >> 32).to(tl.int32)
+    place = out + piece * (units * UNIT)
+    _write_sums(
+        codes, scales, step * pieces, count, blocks, written, out, place, end, multiplier,
+        first_block, k0, k1, None, end,
+        UNIT, COUNT, FORMAT, GROUP, ROWS, HADAMARD, False, UNIT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_RUNTIME)

@@ -94,17 +94,23 @@ def check_step(
     reshard: bool = True,
     accumulation: int = 1,
     least_padding: bool = False,
+    blocks: int = 1,
 ) -> float:
     """Compare a steady step of one rank as torch counts it, the library reports it and the planner plans it.
 
     Args:
         shards, replicas: nodes and ranks per node.
+        blocks: of the nodes of shards, or if these are one node, of replicas.
 
     Returns:
         Values in the rows relative to the parameters.
     """
-    grid, over = (Grid(nodes=nodes, ranks_per_node=ranks) for nodes, ranks in (shards, replicas))
+    grid, over = (
+        Grid(nodes=nodes, ranks_per_node=ranks, blocks=min(blocks, nodes))
+        for nodes, ranks in (shards, replicas)
+    )
     world, per_node = grid.size * over.size, grid.ranks_per_node * over.ranks_per_node
+    topology = per_node if blocks == 1 else (per_node, world // per_node // blocks)
     model = Blocks()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -119,7 +125,7 @@ def check_step(
         for block in model.blocks:
             fully_shard(block, **options, reshard_after_forward=reshard)
         fully_shard(model, **options)
-        comm = sdp4bit.quantize_communication(model, topology=per_node, config=config)
+        comm = sdp4bit.quantize_communication(model, topology=topology, config=config)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):  # the first step sends replicas in full precision
             with CountCollectives(per_node=per_node) as counter:
@@ -190,6 +196,16 @@ def test_hsdp_sends_the_planned_bytes(
     shards: tuple[int, int], replicas: tuple[int, int], config: SDP4BitConfig
 ) -> None:
     check_step(shards, replicas=replicas, config=config)
+
+
+@pytest.mark.parametrize("config", [DEFAULT, ALL_ROWS])
+@pytest.mark.parametrize(
+    ("shards", "replicas", "blocks"), [((16, 8), (1, 1), 4), ((6, 1), (1, 1), 2), ((1, 8), (8, 1), 4)]
+)
+def test_blocks_of_nodes_send_the_planned_bytes(
+    shards: tuple[int, int], replicas: tuple[int, int], blocks: int, config: SDP4BitConfig
+) -> None:
+    check_step(shards, replicas=replicas, config=config, blocks=blocks)
 
 
 @pytest.mark.parametrize(("reshard", "accumulation"), [(False, 1), (True, 3)])
