@@ -247,18 +247,18 @@ class QuantizedReduceScatter:
                 f"{input.numel()}"
             )
         rows = input.view(size, numel)
-        parts = []
+        cut = []
         for section in sections or whole_row(numel):
             chosen, place, blocks = rows, output, None
             if len(section.ranges) == 1:
                 chosen, place = section.take(rows), section.take(output)
             else:
                 blocks = self._scratch.table(section.blocks, device=output.device)
-            parts.append(
+            cut.append(
                 SectionRows(section=section, rows=chosen, output=place, numel=section.numel, blocks=blocks)
             )
         self.traffic.count_plain(output.nbytes)
-        return parts
+        return cut
 
     def chunks(
         self,
@@ -277,7 +277,7 @@ class QuantizedReduceScatter:
         """
         if not sections:
             return []
-        lengths = [part.numel for part in sections]
+        lengths = [each.numel for each in sections]
         places = [[(number, slice(0, numel)) for number, numel in enumerate(lengths)]]
         if not whole:
             places = cut_into_chunks(lengths, config=self.config, grid=self.topology.layout)
@@ -320,23 +320,23 @@ class QuantizedReduceScatter:
             overlaps: whether the current stream gets other work before it waits for a transfer.
         """
         if not self.hops:  # a world of one
-            for part in sections:
-                if part.blocks is None:
-                    part.output.copy_(part.rows[0] * multiplier)
+            for each in sections:
+                if each.blocks is None:
+                    each.output.copy_(each.rows[0] * multiplier)
                 else:
-                    part.section.put(part.section.take(part.rows[0]) * multiplier, part.output)
+                    each.section.put(each.section.take(each.rows[0]) * multiplier, each.output)
             return
         (hop, *others), last = self.hops, self.hops[-1]
         inverse = multiplier * INVERSE_FACTOR if self.hadamard else multiplier
         device = sections[0].output.device
         # Message `own` of the last hop is neither written nor read if the sums begin with `totals`.
         own = last.own if self.exact_own else None
-        totals: list[Tensor | None] = [part.new_total() if self.exact_own else None for part in sections]
+        totals: list[Tensor | None] = [each.new_total() if self.exact_own else None for each in sections]
 
         # 1. Row r = node * ranks_per_node + local rank. The ranks of the first hop get their own rows and
         # those that they forward, every size-th one.
-        sources = [part.rows.unflatten(0, (hop.parts, hop.size)).transpose(0, 1) for part in sections]
-        layout = self._layout(hop, parts)
+        sources = [each.rows.unflatten(0, (hop.parts, hop.size)).transpose(0, 1) for each in sections]
+        layout = self._layout(hop, sections)
         sent = self._buffer(hop, "send", layout, index=index, device=device)
         keys = [self._rounding_key(hop, call, *each) for each in zip(sections, strides, strict=True)]
         for i, messages in enumerate(split_messages(sent, layout)):
@@ -370,7 +370,7 @@ class QuantizedReduceScatter:
             arrived, before = split_messages(received, layout), layout.layouts
             dithers = self._dithers(hop, keys, layout)
             hop = following
-            layout = self._layout(hop, parts)
+            layout = self._layout(hop, sections)
             sent = self._buffer(hop, "send", layout, index=index, device=device)
             keys = [self._rounding_key(hop, call, *each) for each in zip(sections, strides, strict=True)]
             for i, messages in enumerate(split_messages(sent, layout)):
@@ -412,7 +412,7 @@ class QuantizedReduceScatter:
     def _layout(self, hop: Hop, sections: Sequence[SectionRows]) -> JointLayout:
         """Return the layout of a hop's messages."""
         return joint_layout(
-            tuple(hop.layout(part.numel, parts=hop.parts, section=part.section) for part in sections)
+            tuple(hop.layout(each.numel, parts=hop.parts, section=each.section) for each in sections)
         )
 
     def _numbers(
@@ -458,18 +458,18 @@ class QuantizedReduceScatter:
         self.traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
         return transfer, received
 
-    def _rounding_key(self, hop: Hop, call: int, part: SectionRows, stride: int) -> RoundingKey | None:
-        """Return this rank's key for rounding a part at a hop; None for nearest."""
+    def _rounding_key(self, hop: Hop, call: int, section: SectionRows, stride: int) -> RoundingKey | None:
+        """Return this rank's key for rounding a section at a hop; None for nearest."""
         if hop.rounding == "nearest":
             return None
         rank, dither = self._rank, hop.rounding == "dither"
         if dither:
             # Senders to the same receiver share the key of the first one, so that the receiver can derive it.
             rank -= hop.own * hop.apart * self._rank_step
-        step = part.section.call(call)
+        step = section.section.call(call)
         keys = derive_keys(self._seed, pack_stream(step=step, bucket=self.bucket, stage=hop.stage, rank=rank))
         # Bits are indexed by a value's place in its section, so the result does not depend on the chunks.
-        return RoundingKey(*keys, first=part.first, row_stride=stride, dither=dither, sender=hop.own)
+        return RoundingKey(*keys, first=section.first, row_stride=stride, dither=dither, sender=hop.own)
 
     @staticmethod
     def _dithers(
