@@ -63,6 +63,7 @@ def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any
         "layout": asdict(config.resolved_layout),
         "data_parallel": asdict(plan.grid),
         "replicas": asdict(plan.replicas),
+        "topology": 1 if plan.is_split else None,
         "overlap": config.layout.overlaps,
         "strategy": config.strategy_name,
         "baseline": _cost_json(plan.baseline),
@@ -108,15 +109,17 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
     placement = f"{plan.grid.nodes} nodes x {plan.grid.ranks_per_node}"
     if plan.grid.blocks > 1:
         placement += f", {plan.grid.blocks} blocks"
+    if plan.is_split:
+        placement = "topology=1: each device as a node"
     if plan.replicas.size > 1:
         shards, replicas = (each.describe() for each in (plan.grid, plan.replicas))
         placement = f"nodes x ranks: shards {shards}, replicas {replicas}"
+    between = f"{_rate(shared or cluster.inter_bandwidth)} inter-node (per node and direction), "
     lines = [
         f"{config.model_name}: {config.parameters / 1e9:.3f} billion parameters, "
         f"{plan.parameters / 1e9:.3f} in a data-parallel group",
-        f"{cluster.name}: {cluster.nodes} nodes of {cluster.devices_per_node} devices, "
-        f"{_rate(shared or cluster.inter_bandwidth)} inter-node (per node and direction), "
-        f"{_rate(cluster.intra_bandwidth)} intra-node (per device), "
+        f"{cluster.name}: {cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.devices_per_node} "
+        f"devices, {between * (cluster.nodes > 1)}{_rate(cluster.intra_bandwidth)} intra-node (per device), "
         f"{cluster.device_flops / 1e12:.4g} TFLOP/s per device",
         f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x "
         f"data {plan.grid.size * plan.replicas.size} ({placement}), micro batch "
@@ -151,7 +154,8 @@ def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
         )
     if plan.hybrid is not None:
         notes.append(
-            f"HSDP: {plan.hybrid.replicas} replicas of {plan.hybrid.shards.size} ranks; "
+            f"{plan.hybrid.name}: {plan.hybrid.replicas} replicas of {plan.hybrid.shards.size} "
+            f"rank{'s' * (plan.hybrid.shards.size > 1)}; "
             f"{config.strategy_name} with --replicas {plan.hybrid.replicas} takes "
             f"{_milliseconds(plan.hybrid.quantized.step_seconds)} ms per step"
         )
@@ -215,6 +219,7 @@ def _milliseconds(seconds: Range | float) -> str:
 
 def _table(plan: Plan, *, strategy: str) -> list[str]:
     hybrid = [plan.hybrid.plain] if plan.hybrid is not None else []
+    names = [f"{plan.hybrid.name}, bf16"] if plan.hybrid is not None else []
     costs = (plan.baseline, plan.bf16_baseline, *hybrid, plan.quantized)
     ranks_per_node = plan.grid.ranks_per_node * plan.replicas.ranks_per_node
 
@@ -222,8 +227,11 @@ def _table(plan: Plan, *, strategy: str) -> list[str]:
         return name, *(value(cost) for cost in costs)
 
     rows = [
-        ("per step; gradients:", "fp32", "bf16", *["HSDP, bf16"] * len(hybrid), strategy),
-        row("inter-node, per node", lambda cost: format_bytes(cost.inter_bytes_per_node)),
+        ("per step; gradients:", "fp32", "bf16", *names, strategy),
+        row(
+            "between devices, each" if plan.is_split else "inter-node, per node",
+            lambda cost: format_bytes(cost.inter_bytes_per_node),
+        ),
         row(
             "  bytes per parameter", lambda cost: f"{cost.inter_bytes * ranks_per_node / plan.parameters:.3g}"
         ),
@@ -240,6 +248,8 @@ def _table(plan: Plan, *, strategy: str) -> list[str]:
         row("step, ms", lambda cost: _milliseconds(cost.step_seconds)),
         row("memory, no activations", lambda cost: format_bytes(cost.total_memory)),
     ]
+    if plan.is_split:
+        rows = [each for each in rows if not each[0].startswith("intra-node")]
     sizes = [parts(cost.memory) for cost in costs]
     for part in sizes[0]:
         if any(size[part] for size in sizes):

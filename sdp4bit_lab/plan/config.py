@@ -14,7 +14,14 @@ from sdp4bit_lab.common.settings import SettingError, require, require_at_least,
 from sdp4bit_lab.common.strategies import Strategy
 from sdp4bit_lab.plan.clusters import ClusterName, paper_cluster
 from sdp4bit_lab.plan.costs import Cluster
-from sdp4bit_lab.plan.devices import DEVICES, MEMORY_SHARE, NVLINK_SHARE, DeviceName
+from sdp4bit_lab.plan.devices import (
+    DEVICES,
+    LINK_SHARE,
+    MEMORY_SHARE,
+    PCIE_BANDWIDTH,
+    DeviceName,
+    LinkName,
+)
 from sdp4bit_lab.plan.latency import Latency
 from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups, with_adapters
@@ -38,8 +45,11 @@ class ClusterConfig:
     """Measurements from `sdp4bit probe`, instead of --cluster."""
     device: DeviceName | None = None
     """GPU model, with data-sheet speeds: quantization at 90 % of the memory bandwidth or the limit of its
-    arithmetic, NVLink at two thirds of its rate. With --cluster or --probe, it sets the speed of quantization
-    and the memory only."""
+    arithmetic, links between GPUs at two thirds of their rate. With --cluster or --probe, it sets the speed
+    of quantization and the memory only."""
+    link: LinkName | None = None
+    """Link between the GPUs of a node, as an alternative to --intra-bandwidth. Default: the device's: NVLink,
+    or PCIe 4 for a40 and l40s."""
     nodes: int | None = None
     """Number of nodes. Default: the cluster's."""
     devices_per_node: int | None = None
@@ -49,8 +59,8 @@ class ClusterConfig:
     intra_bandwidth: float | None = None
     """GB/s from one GPU to the others of its node, per direction. Default: the cluster's."""
     latency_us: float | None = None
-    """Latency of a message between two nodes in microseconds, from which those of all collectives follow.
-    Default: the probe's, or 8.5 (NCCL's table)."""
+    """Latency of a message between two nodes, or two GPUs of a single node, in microseconds, from which those
+    of all collectives follow. Default: the probe's, or NCCL's table: 8.5, or 1.9 inside a node."""
     device_tflops: float | None = None
     """TFLOP/s that a GPU sustains on the model without communication, as measured by `sdp4bit pretrain
     --log-throughput` on one node. Default: the cluster's."""
@@ -77,6 +87,17 @@ class ClusterConfig:
             *("inter_bandwidth", "intra_bandwidth", "device_tflops"),
             *("quantization_bandwidth", "device_memory"),
         )
+        require(
+            self.link is None or self.intra_bandwidth is None,
+            f"--link {self.link} and --intra-bandwidth {self.intra_bandwidth} set the same rate: "
+            "give only one",
+        )
+        nvlink = self.device and DEVICES[self.device].nvlink_bandwidth
+        require(
+            self.link != "nvlink" or nvlink is not None,
+            "--link nvlink needs a --device with NVLink (a100, h100, h200, b200): "
+            "give --intra-bandwidth (GB/s per GPU) instead",
+        )
 
     def resolve(self, *, model: str) -> Cluster:
         """Return the cluster with the compute rate of the model; SettingError if a value is missing."""
@@ -93,6 +114,9 @@ class ClusterConfig:
         }
         given: dict[str, Any]
         given = {name: value * scale for name, (value, scale) in scaled.items() if value is not None}
+        if self.link is not None:
+            nvlink = self.device and DEVICES[self.device].nvlink_bandwidth
+            given["intra_bandwidth"] = LINK_SHARE * (PCIE_BANDWIDTH.get(self.link) or nvlink or math.inf)
         if self.latency_us is not None:
             given["latency"] = Latency(message=self.latency_us * 1e-6)
         values: dict[str, Any]
@@ -103,7 +127,7 @@ class ClusterConfig:
             if given.keys() & {*_LINKS, "device_flops"}:
                 values["name"] = f"your cluster, completed with values of the paper's {values['name']}"
         else:
-            rate = NVLINK_SHARE * DEVICES[self.device].nvlink_bandwidth
+            rate = LINK_SHARE * DEVICES[self.device].link_bandwidth
             values = {"name": self.device, "intra_bandwidth": rate}
         if self.device is not None:
             # A speed measured on other devices does not apply.
@@ -114,6 +138,9 @@ class ClusterConfig:
         if self.inter_bandwidth is not None:
             values["inter_bandwidth_shared"] = None
         values |= given
+        if values.get("nodes") == 1 and (self.probe is not None or self.latency_us is not None):
+            # The latency that was measured or given is that between the GPUs of the node.
+            values["latency"] = replace(values["latency"], nvlink=values["latency"].message)
         missing = []
         for name, flag, is_needed in (
             ("nodes", "--nodes", True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.traffic import Grid
@@ -49,6 +49,17 @@ class Cluster:
         """Return a rank's share of its node's link when all ranks of the node send."""
         shared = self.inter_bandwidth_shared if tensor_parallel > 1 else None
         return (shared or self.inter_bandwidth) / self.devices_per_node
+
+    def split(self) -> Cluster:
+        """Return the cluster whose nodes are the devices of this one's single node (`topology=1`)."""
+        return replace(
+            self,
+            nodes=self.devices_per_node,
+            devices_per_node=1,
+            inter_bandwidth=self.intra_bandwidth,
+            inter_bandwidth_shared=None,
+            latency=replace(self.latency, message=self.latency.nvlink),
+        )
 
     def kernel_seconds(self, work: Work) -> float:
         """Return the time of an operator, which memory or arithmetic bounds."""

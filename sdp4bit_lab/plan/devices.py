@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DeviceName = Literal["a100", "h100", "h200", "b200"]
+DeviceName = Literal["a40", "l40s", "a100", "h100", "h200", "b200"]
+LinkName = Literal["pcie3", "pcie4", "pcie5", "nvlink"]
 Operator = Literal["quantize to 8 bits", "quantize to 4 bits", "reduce and requantize", "reduce", "weights"]
 """Fused operators; "weights" are the two that send and add a difference."""
 
 MEMORY_SHARE = 0.9
 """Assumed fraction of the memory bandwidth that a copy reaches."""
-NVLINK_SHARE = 2 / 3
-"""Assumed fraction of NVLink's rate that all-to-alls reach."""
+LINK_SHARE = 2 / 3
+"""Assumed fraction of the rate of NVLink, or of a PCIe slot with its own path, that all-to-alls reach."""
+PCIE_BANDWIDTH: dict[LinkName, float] = {"pcie3": 15.75e9, "pcie4": 31.5e9, "pcie5": 63e9}
+"""Bytes per second and direction of 16 lanes."""
 HOST_SECONDS = 3e-3
 """Assumed time of the host per parameter group, forward and backward: the model and plain FSDP2, eager."""
 ADDED_HOST_SECONDS = 0.65e-3
@@ -72,22 +75,29 @@ class KernelLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU in its SXM form."""
+    """A GPU; those with NVLink in their SXM form."""
 
     memory: float
     """Bytes."""
     memory_bandwidth: float
     """Bytes per second."""
-    nvlink_bandwidth: float
-    """Bytes per second and direction to other GPUs of the node."""
+    nvlink_bandwidth: float | None
+    """Bytes per second and direction to all other GPUs of the node; None: the node has PCIe 4 only."""
     kernels: KernelLimits
+
+    @property
+    def link_bandwidth(self) -> float:
+        return self.nvlink_bandwidth or PCIE_BANDWIDTH["pcie4"]
 
 
 _HOPPER = KernelLimits(
     quantize_8=0.79e-12, quantize_4=0.885e-12, requantize=(0.325e-12, 0.299e-12), reduce=0.388e-12
 )
 DEVICES: dict[DeviceName, Device] = {
-    # Multiprocessors and clock scale the arithmetic from an H100: 132 x 1.76 GHz to 108 x 1.41 GHz.
+    # Multiprocessors and clock scale the arithmetic from an H100, 132 x 1.76 GHz: to 84 x 1.74 GHz for an
+    # A40, 142 x 2.52 GHz for an L40S, and 108 x 1.41 GHz for an A100.
+    "a40": Device(memory=48e9, memory_bandwidth=696e9, nvlink_bandwidth=None, kernels=_HOPPER.scaled(1.59)),
+    "l40s": Device(memory=48e9, memory_bandwidth=864e9, nvlink_bandwidth=None, kernels=_HOPPER.scaled(0.65)),
     "a100": Device(
         memory=80e9, memory_bandwidth=2.04e12, nvlink_bandwidth=300e9, kernels=_HOPPER.scaled(1.52)
     ),

@@ -38,6 +38,10 @@ class Hybrid:
     """bf16 gradients."""
     quantized: StepCost
 
+    @property
+    def name(self) -> str:
+        return "DDP" if self.shards.size == 1 else "HSDP"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ThreeLevels:
@@ -67,6 +71,8 @@ class Plan:
     """Ranks that shard the model."""
     replicas: Grid
     """Ranks that hold the same shard: one, except with HSDP."""
+    is_split: bool
+    """Whether each device of a single node counts as a node (`topology=1`)."""
     baseline: StepCost
     """fp32 reduce-scatter of gradients, bf16 all-gather of weights."""
     bf16_baseline: StepCost
@@ -110,14 +116,16 @@ class Plan:
         )
         if self.hybrid is not None:
             gains.append(self.speedups(self.hybrid.plain))
-            text += f", {_span(gains[2])} as HSDP with bf16 gradients"
+            text += f", {_span(gains[2])} as {self.hybrid.name} with bf16 gradients"
         if not self.fits:
             return f"does not fit: {format_bytes(self.quantized.total_memory)} per device; {text}"
         advice = {_advice(*at_one_end) for at_one_end in zip(*gains, strict=True)}
         prefix = advice.pop() if len(advice) == 1 else _PERHAPS
         if _NO in advice:
             prefix = "depends on how much of the communication is hidden"
-        return f"{prefix}: {text}"
+        # The default topology quantizes nothing on a single node.
+        how = " (topology=1)" * (self.is_split and prefix != _NO)
+        return f"{prefix}{how}: {text}"
 
 
 def _advice(over_fp32: float, *over_bf16: float) -> str:
@@ -141,6 +149,8 @@ def plan_step(
 ) -> Plan:
     """Return the cost of a steady-state step with this configuration and with its baselines.
 
+    On a single node, a configuration that would quantize nothing there takes each device as a node.
+
     Args:
         groups: parameters of one model-parallel rank.
         flops_per_sequence: forward and backward of the full model over one sequence.
@@ -149,6 +159,13 @@ def plan_step(
         SettingError: the layout does not fit the cluster.
     """
     grid, replicas = layout.grids(nodes=cluster.nodes, devices_per_node=cluster.devices_per_node)
+    parts = (part for part in (config.weights, config.gradients) if part is not None)
+    is_split = cluster.nodes == 1 < cluster.devices_per_node and not any(
+        part.applies_to(nodes=1) for part in parts
+    )
+    if is_split:
+        cluster = cluster.split()
+        grid, replicas = layout.grids(nodes=cluster.nodes, devices_per_node=1)
     costs = Costs(groups=groups, flops_per_sequence=flops_per_sequence, cluster=cluster, layout=layout)
     quantized = costs.of(config, row_bytes=layout.row_bytes, grid=grid, replicas=replicas)
     is_flat = any(group.is_flat for group in groups)
@@ -168,6 +185,7 @@ def plan_step(
         row_numel=sum(rows),
         grid=grid,
         replicas=replicas,
+        is_split=is_split,
         baseline=costs.of(BASELINE, row_bytes=FP32_BYTES, grid=grid, replicas=replicas),
         bf16_baseline=costs.of(BASELINE, row_bytes=BF16_BYTES, grid=grid, replicas=replicas),
         hybrid=hybrid,
@@ -224,7 +242,7 @@ def _remedies(
     """Return layouts with less memory that fit the devices."""
     row_bytes, found = costs.layout.row_bytes, []
     if hybrid is not None and costs.fits(hybrid.quantized):
-        advice = f"HSDP, {hybrid.shards.size} ranks per replica (--replicas {hybrid.replicas})"
+        advice = f"{hybrid.name}, {hybrid.shards.size} ranks per replica (--replicas {hybrid.replicas})"
         found.append(Remedy(advice=advice, memory=hybrid.quantized.total_memory))
     if config.weights is None:
         return tuple(found)

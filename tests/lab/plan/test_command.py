@@ -190,6 +190,50 @@ def test_gpus_have_assumed_speeds_and_say_so(capsys: Capture) -> None:
     assert "quantization at" not in shown(capsys, *H100, *SHAPE, "--quantization-bandwidth", "1000")
 
 
+BOX = ("--nodes", "1", "--devices-per-node", "8", "--device-tflops", "150", "--preset", "1.3B")
+
+
+def test_the_gpus_of_a_single_node_are_planned_as_nodes(capsys: Capture) -> None:
+    text = shown(capsys, "--device", "l40s", *BOX, "--link", "pcie3")
+    for part in (
+        "l40s: 1 node of 8 devices, 10.5 GB/s intra-node",
+        "data 8 (topology=1: each device as a node)",
+        "DDP: 8 replicas of 1 rank; sdp4bit with --replicas 8 takes ",
+        "recommendation: perhaps (topology=1): ",
+        " as DDP with bf16 gradients",
+    ):
+        assert part in text
+    assert "inter-node" not in text and "intra-node, per rank" not in text
+    result = planned(capsys, "--device", "l40s", *BOX, "--link", "pcie3")
+    assert (result["topology"], result["data_parallel"]) == (1, {"nodes": 8, "ranks_per_node": 1})
+    parameters, rate = result["parameters"], 15.75e9 * 2 / 3
+    ours, ddp = result["quantized"], result["hsdp"]["plain"]
+    assert ours["transfer_seconds"] == pytest.approx(1.0166 * parameters * 7 / 8 / rate, rel=2e-3)
+    # Gradients and sums in bf16, around a ring of eight.
+    assert ddp["transfer_seconds"] == pytest.approx(2 * 2 * parameters * 7 / 8 / rate, rel=1e-3)
+    assert ours["memory"]["weight_replica_bf16"] == pytest.approx(2 * parameters, rel=1e-3)
+    # Settings that quantize inside a node keep it.
+    inside = planned(capsys, "--device", "l40s", *BOX, "--replica", "full")
+    assert (inside["topology"], inside["data_parallel"]) == (None, {"nodes": 1, "ranks_per_node": 8})
+    split = planned(capsys, "--device", "l40s", *BOX, "--tp", "2")
+    assert split["data_parallel"] == {"nodes": 4, "ranks_per_node": 1}
+
+
+def test_the_link_between_gpus_decides(capsys: Capture) -> None:
+    rates, gains = [], []
+    for link in ("pcie3", "pcie4", "pcie5", "nvlink"):
+        result = planned(capsys, "--device", "h100", *BOX, "--link", link)
+        rates.append(result["cluster"]["intra_bandwidth"])
+        gains.append(result["speedup_over_bf16"])
+    assert rates == pytest.approx([10.5e9, 21e9, 42e9, 300e9])
+    assert gains == sorted(gains, reverse=True) and gains[0] > 1.7 and gains[-1] < 1.05
+    own = [planned(capsys, "--device", name, *BOX)["cluster"] for name in ("l40s", "a40", "h100")]
+    assert [each["intra_bandwidth"] for each in own] == pytest.approx([21e9, 21e9, 300e9])
+    assert own[0]["device_memory"] == 48e9
+    measured = planned(capsys, "--device", "h100", *BOX, "--latency-us", "50")["cluster"]["latency"]
+    assert measured["nvlink"] == measured["message"] == pytest.approx(50e-6)
+
+
 def test_the_documented_table_is_the_command_s(capsys: Capture) -> None:
     command = PAGE.partition("sdp4bit plan --device h100 ")[2].partition("\n\n")[0]
     arguments = ["--device", "h100", *command.replace("\\\n", " ").split()]
@@ -218,6 +262,12 @@ def test_the_documented_table_is_the_command_s(capsys: Capture) -> None:
             ": give --inter-bandwidth (GB/s per node; 100 Gbit/s are 12.5), --device-tflops (per GPU; ",
         ),
         (("--inter-bandwidth", "-1"), "--inter-bandwidth -1.0 must be positive"),
+        (
+            ("--link", "pcie4", "--intra-bandwidth", "1"),
+            "--link pcie4 and --intra-bandwidth 1.0 set the same",
+        ),
+        (("--device", "l40s", "--link", "nvlink"), "--link nvlink needs a --device with NVLink (a100, "),
+        (("--link", "nvlink"), "--link nvlink needs a --device with NVLink"),
         (("--dropout", "0.1"), "--dropout changes neither bytes nor"),
         (("--engine", "megatron", "--least-padding"), "--least-padding has no effect"),
         (("--engine", "megatron", "--replicas", "2"), "--replicas has no effect with --engine megatron"),

@@ -26,7 +26,7 @@ from sdp4bit_lab.selftest.command import selftest
 from sdp4bit_lab.selftest.config import CHECKS, SelftestConfig
 from sdp4bit_lab.selftest.exchanges import check_exchanges
 from sdp4bit_lab.selftest.facts import warnings_of
-from sdp4bit_lab.selftest.recommendation import recommendation
+from sdp4bit_lab.selftest.recommendation import check_recommendation, recommendation
 from sdp4bit_lab.selftest.streams import check_streams
 from sdp4bit_lab.selftest.training import check_training
 from tests import mutations
@@ -80,7 +80,7 @@ def test_the_command_passes_here_and_writes_a_file_for_a_bug_report(tmp_path):
     assert [len(losses) for losses in trained["losses"].values()] == [5, 5, 5]
     assert trained["losses"]["HSDP, sdp4bit"] != trained["losses"]["sdp4bit"]
     assert checks["recommendation"]["findings"]["exchange_seconds"]["fp32 gradients"] > 0
-    text = "Result: all checks passed; estimated communication of a 1.3B model"
+    text = "Estimated communication of a 1.3B model"
     assert text in done.stdout.replace("\n", " ")
 
 
@@ -246,12 +246,39 @@ def test_settings_that_hurt_are_warned_of(changes, warning):
     assert any(warning in each for each in warnings), warnings
 
 
-def test_the_recommendation_counts_kernels_and_compares_with_bf16_gradients():
-    assert recommendation(plain=1.0, bf16=0.75, exchange=0.1, kernels=0.05).endswith(
-        "1.00 s with fp32 gradients, 0.75 s with bf16 gradients, 0.15 s with sdp4bit (of which kernels "
-        "0.05 s). sdp4bit makes it 6.7 and 5.0 times faster: enable it unless computation hides the "
-        "communication"
+PLAIN = {"fp32 gradients": 1.0, "bf16 gradients": 0.75, "DDP and bf16 gradients": 0.5}
+
+
+def test_the_recommendation_counts_kernels_and_compares_with_every_baseline():
+    text = recommendation(PLAIN, exchange=0.1, kernels=0.05, links="1 GB/s", is_split=False)
+    assert text.startswith("measured 1 GB/s. Estimated communication of a 1.3B model")
+    assert text.endswith(
+        "1.00 s with fp32 gradients, 0.75 s with bf16 gradients, 0.50 s with DDP and bf16 gradients, 0.15 s "
+        "with sdp4bit (of which kernels 0.05 s). sdp4bit makes it 6.7, 5.0 and 3.3 times faster: enable it, "
+        "unless computation hides the communication"
     )
-    assert recommendation(plain=1.0, bf16=0.15, exchange=0.1, kernels=0.05).endswith(
-        "is not worth enabling here"
-    )
+    less = PLAIN | {"DDP and bf16 gradients": 0.15}
+    text = recommendation(less, exchange=0.1, kernels=0.05, links="1 GB/s", is_split=True)
+    assert text.endswith("is not worth enabling here, with topology=1 either")
+
+
+def recommended_on_one_node() -> dict[str, Any]:
+    """Return the recommendation's findings for links of 2 GB/s inside the only node."""
+    context = Context(config=SelftestConfig(), ranks=this_rank())
+    probed = {
+        "name": "test", "nodes": 1, "devices_per_node": 8, "inter_bandwidth": None,
+        "intra_bandwidth": 2e9, "latency": 0.0, "quantization_bandwidth": 1e12,
+    }  # fmt: skip
+    with patch("sdp4bit_lab.selftest.recommendation.measure", return_value=probed):
+        return check_recommendation(context)
+
+
+def test_on_one_node_each_rank_is_planned_as_a_node():
+    found = run_ranks(recommended_on_one_node, 2)[0]
+    assert found["topology"] == 1 and "enable it with topology=1" in found["recommendation"]
+    seconds = found["exchange_seconds"]
+    # A ring in fp32 of 1.316e9 values: 4 + 2 x 2 bytes to each of 7 peers, the root's gathered once.
+    assert seconds["fp32 gradients"] == pytest.approx(9.02 / 2, rel=0.01)
+    assert seconds["DDP and bf16 gradients"] == pytest.approx(2 * 2 * 1.316 * 7 / 8 / 2, rel=0.01)
+    assert seconds["sdp4bit"] == pytest.approx(1.02 * 1.316 * 7 / 8 / 2, rel=0.02)
+    assert "measured 2 GB/s inside the node (per rank)" in found["recommendation"]
