@@ -4,7 +4,7 @@
     python -m benchmarks.collect planning
 
 `accuracy` reads --out folders of `sdp4bit compare` with equal settings and writes results/accuracy.json.
-`planning` predicts the gain for several models, numbers of nodes and link rates and writes
+`planning` calculates gains, links, decisions and memory by `sdp4bit plan`'s model and writes
 results/planning.json. Both describe this machine.
 """
 
@@ -18,25 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cluster_report
+from benchmarks import cluster_report, planning
 from benchmarks.tables import FULL, RESULTS, encoded_bytes
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.finished_run import finite
 from sdp4bit_lab.compare.run_folders import merge_finished
-from sdp4bit_lab.plan.config import ClusterConfig, PlanConfig
-from sdp4bit_lab.plan.layout import ParallelLayout
-from sdp4bit_lab.plan.model import PlanModelConfig
-
-MODELS: dict[str, dict[str, Any]] = {
-    "1.3B": {"model_card": "1.3B"},
-    "6.7B": {"model_card": "6.7B"},
-    "70B": {"layers": 80, "hidden": 8192, "heads": 64},
-}
-NODES = (2, 4, 8)
-GBITS = (1, 10, 25, 100, 400, 800)
-SEQUENCES = 4
-"""Sequences of 2,048 tokens per GPU and step."""
 
 
 def accuracy(folders: Sequence[Path], *, title: str, command: str, commit: str) -> dict[str, Any]:
@@ -69,38 +56,9 @@ def accuracy(folders: Sequence[Path], *, title: str, command: str, commit: str) 
     return {"title": title, **_facts(command, commit), "settings": settings, "bytes": sent, "runs": rows}
 
 
-def planning() -> dict[str, Any]:
-    """Return the predicted gains of FSDP2 on H100 nodes."""
-    rows = []
-    for name, model in MODELS.items():
-        for nodes in NODES:
-            for gbit in GBITS:
-                config = PlanConfig(
-                    model=PlanModelConfig(**model),
-                    cluster=ClusterConfig(
-                        **{"device": "h100", "nodes": nodes, "devices_per_node": 8, "device_tflops": 400},
-                        inter_bandwidth=gbit / 8,
-                    ),
-                    layout=ParallelLayout(micro_batch_size=SEQUENCES),
-                )
-                plan = config.plan(config.cluster.resolve(model=config.model_name))
-                rows.append(
-                    {
-                        **{"model": name, "nodes": nodes, "gbit": gbit},
-                        "over_fp32": plan.speedups(plan.baseline),
-                        "over_bf16": plan.speedups(plan.bf16_baseline),
-                        # None if no replica of the model fits a node.
-                        "over_hsdp": plan.hybrid and plan.speedups(plan.hybrid.plain),
-                        "step_seconds": plan.quantized.step_seconds,
-                        "fits": plan.fits,
-                        "memory_bytes": plan.quantized.total_memory,
-                    }
-                )
-    assumptions = (
-        f"Nodes of 8 H100 that sustain 400 TFLOP/s each, {2048 * SEQUENCES:,} tokens per GPU and step. One "
-        "end of a range hides no communication behind computation, the other end all that fits."
-    )
-    return {"assumptions": assumptions, **_facts("python -m benchmarks.collect planning", None), "rows": rows}
+def planned() -> dict[str, Any]:
+    """Return the planner's tables."""
+    return {**_facts("python -m benchmarks.collect planning", None), **planning.everything()}
 
 
 def _facts(command: str, commit: str | None) -> dict[str, Any]:
@@ -119,12 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs.add_argument("--command", required=True, help="command that made the runs")
     runs.add_argument("--commit", required=True, help="commit that made the runs")
     runs.add_argument("--out", type=Path, default=RESULTS / "accuracy.json")
-    plans = kinds.add_parser("planning", help="gains that the planner predicts")
+    plans = kinds.add_parser("planning", help="tables that the planner calculates")
     plans.add_argument("--out", type=Path, default=RESULTS / "planning.json")
     chosen = vars(parser.parse_args(arguments))
     kind, out = chosen.pop("kind"), chosen.pop("out")
     try:
-        content = planning() if kind == "planning" else accuracy(chosen.pop("runs"), **chosen)
+        content = planned() if kind == "planning" else accuracy(chosen.pop("runs"), **chosen)
     except SettingError as error:
         print(f"benchmarks.collect: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+NOTICE = "<!-- Written by `python -m benchmarks.tables`. -->\n\n"
+
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Return a Markdown table with the first `left` columns left-aligned and the others right-aligned."""

@@ -19,7 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import origin, percent, save_figure, table
+from benchmarks.markdown import NOTICE, origin, percent, save_figure, table
+from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table, span
 from benchmarks.speed_tables import (
     RATES,
     SHOWN,
@@ -37,7 +38,6 @@ from sdp4bit_lab.compare.outcomes import outcomes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-NOTICE = "<!-- Written by `python -m benchmarks.tables`. -->\n\n"
 MARKED = re.compile(r"(<!-- result ([\w-]+) -->\n?).*?(<!-- end -->)", re.DOTALL)
 BASELINE = "baseline"
 FEWEST_DRAWN = 5
@@ -244,27 +244,6 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
 # -- plans and studies -----------------------------------------------------------------------------------
 
 
-def planning_page(result: dict[str, Any]) -> str:
-    """Return the planner's predicted gains by model, nodes and link rate."""
-    rates = list(dict.fromkeys(row["gbit"] for row in result["rows"]))
-    tables = []
-    for name, baseline in GAINS.items():
-        cells: dict[tuple[str, int], list[str]] = {}
-        for row in result["rows"]:
-            text = "no memory"
-            if row["fits"]:
-                text = "no HSDP fits" if row[name] is None else _span(row[name])
-            cells.setdefault((row["model"], row["nodes"]), []).append(text)
-        rows = [[model, str(nodes), *texts] for (model, nodes), texts in cells.items()]
-        titles = ["model", "nodes", *(f"{rate:g}" for rate in rates)]
-        tables.append(f"## Over {baseline}\n\n{table(titles, rows)}")
-    return (
-        f"{NOTICE}# Predicted gains\n\nTimes faster than a baseline, by the link rate of a node in Gbit/s. "
-        f"{result['assumptions']} **Arithmetic, not a measurement**: "
-        "[planning](../planning.md) states the assumptions.\n\n" + "\n".join(tables) + f"\n{origin(result)}"
-    )
-
-
 def predictions(result: dict[str, Any]) -> str:
     """Return the predicted shares of a copy, for comparison with the first measurements."""
     rows = [
@@ -283,18 +262,6 @@ def gpu_section(reports: dict[str, dict[str, str]]) -> str:
     names = list(dict.fromkeys(part for parts in reports.values() for part in parts))
     rows = [[name, *(parts.get(each, "–") for each in names)] for name, parts in reports.items()]
     return f"## Reports of machines with GPUs\n\n{table(['machine', *names], rows)}"
-
-
-GAINS = {
-    "over_fp32": "FSDP2's default, fp32 gradients",
-    "over_bf16": "FSDP2 with bf16 gradients",
-    "over_hsdp": "HSDP with bf16 gradients",
-}
-
-
-def _span(gains: Sequence[float]) -> str:
-    least, most = (f"{gain:.1f}" for gain in sorted(gains))
-    return least if least == most else f"{least} to {most}"
 
 
 def section(result: dict[str, Any]) -> str:
@@ -401,19 +368,47 @@ class Results:
             gains = self._gains(int(detail), over={"gain": "over_bf16", "hsdp": "over_hsdp"}[kind])
             return f"{min(gains):.1f} to {max(gains):.1f}"
         if name == "lora":
-            return self._lora()
+            return self._cell("finetuning", 0, ["LoRA, sdp4bit"], column=-1)
+        if name == "four-nodes":
+            return self._cell("two_roundings", 1, ["once", "baseline"], column=3)
+        if kind == "extra":
+            return self._extra_memory(detail)
+        if kind == "link":
+            rows = self._read("planning.json")["boxes"]["rows"]
+            gains = [
+                gain
+                for row in rows
+                if row["link"].replace(" ", "").lower() == detail
+                for gain in row["over_hybrid"]
+            ]
+            return span((min(gains), max(gains)))
+        if kind == "box":
+            return f"{self._read('planning.json')['reported_box'][detail]:.1f}"
+        if name == "memory":
+            return memory_table(self._read("planning.json"))
+        if name == "peaks":
+            return peak_table(self._read("memory.json"))
+        if name == "ratios":
+            return ratio_table(self._read("planning.json"))
+        if name == "stock":
+            row = seconds_of(self.clusters[0])["fsdp2"][rates_of(self.clusters[0])[0]]
+            return f"{row['seconds_per_step']:.2f} s"
         if name == "launches":
             result = self._read("launches.json")
             return f"{sum(result['launches'].values()) / result['groups']:.0f}"
         if name == "summary":
             return self._summary()
         raise ValueError(
-            f"<!-- result {name} --> names no result: use summary, lora, launches, loss-STRATEGY, "
-            "gain-GBIT or hsdp-GBIT"
+            f"<!-- result {name} --> names no result: use summary, stock, lora, launches, four-nodes, "
+            "memory, peaks, ratios, extra-MODEL, link-NAME, box-NAME, loss-STRATEGY, loss-first, gain-GBIT "
+            "or hsdp-GBIT"
         )
 
     def _loss(self, strategy: str) -> str:
-        every = (loss for result in self.accuracy for loss in losses(result, only_stable=True))
+        results = self.accuracy
+        if strategy == "first":
+            strategy, results = "sdp4bit", [self._read("accuracy-first-recipe.json")]
+        every = (loss for result in results for loss in losses(result, only_stable=True))
         loss = next((loss for loss in every if loss.strategy == strategy), None)
         if loss is None:
             raise ValueError(f"no accuracy result has three seeds of {strategy}")
@@ -423,32 +418,36 @@ class Results:
         rows = (row for row in self._read("planning.json")["rows"] if row["gbit"] == gbit and row["fits"])
         return [gain for row in rows for gain in row[over] or ()]
 
-    def _lora(self) -> str:
-        path = self.root / "experiments" / "finetuning" / "result.json"
-        rows: list[list[str]] = json.loads(path.read_text(encoding="utf-8"))["tables"][0]["rows"]
-        return next(row[-1] for row in rows if row[0] == "LoRA, sdp4bit")
+    def _extra_memory(self, model: str) -> str:
+        """Return the memory that sdp4bit needs beyond plain FSDP2 on two nodes."""
+        rows = self._read("planning.json")["memory"]
+        row = next(row for row in rows if (row["model"], row["nodes"]) == (model, 2))
+        extra = sum(row["sdp4bit"].values()) - sum(row["fsdp2"].values())
+        return f"{extra / 1e9:.1f} GB"
+
+    def _cell(self, study: str, number: int, start: Sequence[str], *, column: int) -> str:
+        """Return a cell of a study's table, from the row that starts with these cells."""
+        path = self.root / "experiments" / study / "result.json"
+        rows: list[list[str]] = json.loads(path.read_text(encoding="utf-8"))["tables"][number]["rows"]
+        return next(cells[column] for cells in rows if cells[: len(start)] == start)
 
     def _summary(self) -> str:
         cluster = self.clusters[0]
         by_strategy, rates = seconds_of(cluster), rates_of(cluster)
-        loss = next(each for each in losses(self.headline, only_stable=True) if each.strategy == "sdp4bit")
-        cost = percent(loss.percent, digits=2)
-        bytes_of = {"fair": "6", "fair-bf16": "4", "sdp4bit": f"{loss.bytes:.2f}"}
         rows = []
         for strategy, name in SHOWN.items():
-            seconds = [
-                f"{by_strategy[strategy][rate]['seconds_per_step']:.2f}\N{NO-BREAK SPACE}s" for rate in rates
+            taken = [by_strategy[strategy][rate] for rate in rates]
+            sent = taken[0]["reported_bytes_per_node_per_step"] / cluster["parameters"]
+            cells = [
+                name,
+                f"{sent:.2g}",
+                *(f"{row['seconds_per_step']:.2f}\N{NO-BREAK SPACE}s" for row in taken),
             ]
             ours = strategy == "sdp4bit"
-            cells = [name, bytes_of[strategy], *seconds, cost if ours else ""]
             rows.append([f"**{cell}**" if ours and column < 2 else cell for column, cell in enumerate(cells)])
-        titles = [
-            "2 nodes",
-            "bytes",
-            *(RATES[rate].replace(" ", "\N{NO-BREAK SPACE}") for rate in rates),
-            "loss",
-        ]
-        return table(titles, rows)
+        layout = f"{cluster['nodes']} nodes x {cluster['ranks_per_node']} rank"
+        links = (RATES[rate].replace(" ", "\N{NO-BREAK SPACE}") for rate in rates)
+        return table([layout, "bytes", *links], rows)
 
     def documents(self) -> Iterator[tuple[Path, str]]:
         """Yield path and content of every generated page and of every page with a marker."""

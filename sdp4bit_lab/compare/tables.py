@@ -144,7 +144,7 @@ class Report:
         tables = [
             ("", losses),
             (f"Validation loss minus that of {self.baseline} with the same seeds:", differences),
-            ("Bytes per step, summed over all ranks:", costs),
+            ("Bytes per step of all ranks (docs/telemetry.md: why your ratio differs):", costs),
         ]
         return [(caption, table) for caption, table in tables if table[1:]]
 

@@ -139,18 +139,19 @@ class Costs:
             replicas: ranks that hold the same shard.
         """
         cluster, layout = self.cluster, self.layout
-        traffic = [
-            group_traffic(
-                group,
-                grid=grid,
-                replicas=replicas,
-                config=config,
-                accumulation=layout.accumulation,
-                dense_bytes=row_bytes,
-                least_padding=layout.least_padding,
-            )
-            for group in self.groups
-        ]
+        blocks_alike: dict[ShardedGroup, GroupTraffic] = {}
+        for group in (replace(each, name="") for each in self.groups):
+            if group not in blocks_alike:
+                blocks_alike[group] = group_traffic(
+                    group,
+                    grid=grid,
+                    replicas=replicas,
+                    config=config,
+                    accumulation=layout.accumulation,
+                    dense_bytes=row_bytes,
+                    least_padding=layout.least_padding,
+                )
+        traffic = [blocks_alike[replace(group, name="")] for group in self.groups]
         exchanges = [exchange for group in traffic for exchange in group.exchanges]
         calls = [call for exchange in exchanges for call in exchange.calls]
         is_flat = any(group.is_flat for group in self.groups)

@@ -94,8 +94,8 @@ _HOPPER = KernelLimits(
     quantize_8=0.79e-12, quantize_4=0.885e-12, requantize=(0.325e-12, 0.299e-12), reduce=0.388e-12
 )
 DEVICES: dict[DeviceName, Device] = {
-    # Multiprocessors and clock scale the arithmetic from an H100, 132 x 1.76 GHz: to 84 x 1.74 GHz for an
-    # A40, 142 x 2.52 GHz for an L40S, and 108 x 1.41 GHz for an A100.
+    # Multiprocessors and clock scale the arithmetic from an H100, 132 x 1.76 GHz. An A40 has 84 x 1.74 GHz,
+    # an L40S 142 x 2.52 GHz, and an A100 108 x 1.41 GHz.
     "a40": Device(memory=48e9, memory_bandwidth=696e9, nvlink_bandwidth=None, kernels=_HOPPER.scaled(1.59)),
     "l40s": Device(memory=48e9, memory_bandwidth=864e9, nvlink_bandwidth=None, kernels=_HOPPER.scaled(0.65)),
     "a100": Device(

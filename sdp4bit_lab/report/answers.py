@@ -15,6 +15,10 @@ from sdp4bit_lab.report.runs import Run
 
 LARGEST_LIST = 6
 """Sentences of an answer; the tables have the rest."""
+_SAVINGS = "How many bytes are saved?"
+_WHY_RATIOS_DIFFER = (
+    "Ratios depend on nodes, gathers and micro-batches (docs/telemetry.md: why your ratio differs)."
+)
 LARGE_PERCENT = 1.0
 """Significant increase of the loss above which the answer is marked as bad."""
 _SIGNIFICANCE: dict[str | None, str] = {
@@ -125,11 +129,10 @@ def _savings(runs: Sequence[Run]) -> Answer:
                 f"{label or same[0].name}: {ratio:.1f}x fewer inter-node bytes than plain FSDP2{size}."
                 + _speed(same, [run for run in runs if run.label == runs[0].label])
             )
-    return Answer(
-        question="How many bytes are saved?",
-        mood="good" if sentences else "open",
-        sentences=_shortened(sentences) or ["None: no run sent fewer bytes than plain FSDP2."],
-    )
+    if not sentences:
+        nothing = ["None: no run sent fewer bytes than plain FSDP2."]
+        return Answer(question=_SAVINGS, mood="open", sentences=nothing)
+    return Answer(question=_SAVINGS, mood="good", sentences=[*_shortened(sentences), _WHY_RATIOS_DIFFER])
 
 
 def _speed(runs: Sequence[Run], baselines: Sequence[Run]) -> str:

@@ -38,7 +38,8 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     assert steps.startswith("2 steps in ") and ", training loss " not in steps.partition(";")[0]
     assert "; training loss " in steps and ", validation loss " in steps
     assert re.fullmatch(
-        r"inter-node: [\d.]+ kB per step \([\d.]+x fewer than plain FSDP2\), [\d.]+ [kM]B in total",
+        r"inter-node: [\d.]+ kB per step \([\d.]+x fewer than plain FSDP2\), [\d.]+ [kM]B in total; "
+        r"docs/telemetry\.md: why your ratio differs",
         sent,
     )
     assert inside == "intra-node: 0 B per step"

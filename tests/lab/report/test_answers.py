@@ -86,8 +86,10 @@ def test_how_many_bytes_are_saved(answered):
     runs = ("baseline", 1, 4.0, PLAIN), ("qw", 1, 4.0, train_events())
     saved = "qw: 8.0x fewer inter-node bytes than plain FSDP2 (250 kB per step)."
     faster = " A step was 2.00x faster than with baseline on these machines."
-    assert answered(*runs)[1] == ("good", [saved + faster])
-    assert answered(*runs, parallel={"simulated_ranks": 4, "ranks_per_node": 2})[1][1] == [
+    mood, sentences = answered(*runs)[1]
+    assert (mood, sentences[:-1]) == ("good", [saved + faster])
+    assert sentences[-1].endswith("(docs/telemetry.md: why your ratio differs).")
+    assert answered(*runs, parallel={"simulated_ranks": 4, "ranks_per_node": 2})[1][1][:-1] == [
         f"{saved} Step times are not compared because the ranks are simulated."
     ]
     assert answered(runs[0])[1] == ("open", ["None: no run sent fewer bytes than plain FSDP2."])
