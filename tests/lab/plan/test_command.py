@@ -164,8 +164,8 @@ def test_options_reach_the_plan(capsys: Capture) -> None:
 
 def test_replicas_share_nothing_but_gradients_between_nodes(capsys: Capture) -> None:
     sharded, replicated = planned(capsys), planned(capsys, "--replicas", "16")
-    assert replicated["data_parallel"] == {"nodes": 1, "ranks_per_node": 4}
-    assert replicated["replicas"] == {"nodes": 16, "ranks_per_node": 1}
+    assert replicated["data_parallel"] == {"nodes": 1, "ranks_per_node": 4, "blocks": 1}
+    assert replicated["replicas"] == {"nodes": 16, "ranks_per_node": 1, "blocks": 1}
     fp32, quantized = (replicated[name]["inter_bytes"] for name in ("baseline", "quantized"))
     assert fp32 / quantized == pytest.approx(7.76, abs=0.01)
     assert replicated["bf16_baseline"]["inter_bytes"] == fp32 / 2
@@ -205,7 +205,10 @@ def test_the_gpus_of_a_single_node_are_planned_as_nodes(capsys: Capture) -> None
         assert part in text
     assert "inter-node" not in text and "intra-node, per rank" not in text
     result = planned(capsys, "--device", "l40s", *BOX, "--link", "pcie3")
-    assert (result["topology"], result["data_parallel"]) == (1, {"nodes": 8, "ranks_per_node": 1})
+    assert (result["topology"], result["data_parallel"]) == (
+        1,
+        {"nodes": 8, "ranks_per_node": 1, "blocks": 1},
+    )
     parameters, rate = result["parameters"], 15.75e9 * 2 / 3
     ours, ddp = result["quantized"], result["hsdp"]["plain"]
     assert ours["transfer_seconds"] == pytest.approx(1.0166 * parameters * 7 / 8 / rate, rel=2e-3)
