@@ -217,7 +217,10 @@ def test_the_gpus_of_a_single_node_are_planned_as_nodes(capsys: Capture) -> None
     assert ours["memory"]["weight_replica_bf16"] == pytest.approx(2 * parameters, rel=1e-3)
     # Settings that quantize inside a node keep it.
     inside = planned(capsys, "--device", "l40s", *BOX, "--replica", "full")
-    assert (inside["topology"], inside["data_parallel"]) == (None, {"nodes": 1, "ranks_per_node": 8})
+    assert (inside["topology"], inside["data_parallel"]) == (
+        None,
+        {"nodes": 1, "ranks_per_node": 8, "blocks": 1},
+    )
     split = planned(capsys, "--device", "l40s", *BOX, "--tp", "2")
     assert split["data_parallel"] == {"nodes": 4, "ranks_per_node": 1}
 
