@@ -222,7 +222,7 @@ def test_the_gpus_of_a_single_node_are_planned_as_nodes(capsys: Capture) -> None
         {"nodes": 1, "ranks_per_node": 8, "blocks": 1},
     )
     split = planned(capsys, "--device", "l40s", *BOX, "--tp", "2")
-    assert split["data_parallel"] == {"nodes": 4, "ranks_per_node": 1}
+    assert split["data_parallel"] == {"nodes": 4, "ranks_per_node": 1, "blocks": 1}
 
 
 def test_the_link_between_gpus_decides(capsys: Capture) -> None:
