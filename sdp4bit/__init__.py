@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sdp4bit import megatron
     from sdp4bit.collectives.errors import ExchangeError
     from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
-    from sdp4bit.engines.fsdp2.api import quantize_communication
+    from sdp4bit.engines.entrance import quantize_communication
     from sdp4bit.engines.handle import CommHandle
     from sdp4bit.observe.alerts import Alert
     from sdp4bit.observe.audit import ReplicaMismatchError
@@ -59,7 +59,7 @@ _IMPORTED_WHEN_USED = {
     "ExchangeError": "sdp4bit.collectives.errors",
     "ReplicaMismatchError": "sdp4bit.observe.audit",
     "ddp_comm_hook": "sdp4bit.engines.ddp.hook",
-    "quantize_communication": "sdp4bit.engines.fsdp2.api",
+    "quantize_communication": "sdp4bit.engines.entrance",
 }
 """Names whose modules import torch, which takes seconds and is not needed for help, settings and plans."""
 

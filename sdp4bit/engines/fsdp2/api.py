@@ -61,26 +61,7 @@ def quantize_communication(
     config: SDP4BitConfig | str | None = None,
     skip: Skip = None,
 ) -> FSDPCommHandle:
-    """Quantize the model's FSDP2 communication from the next forward on.
-
-    Call it once on every rank of the job, after the last `fully_shard` and before the first forward. The
-    optimizer may be created before or after it; steps of any `torch.optim.Optimizer` over the model's
-    parameters are detected.
-
-    Args:
-        model: the root FSDP module, or all local roots (pipeline stages); `[]` on a rank without a model.
-        topology: the ranks of each node: "auto" (by host name), ranks per node, or an (inter, intra) mesh. A
-            tuple of one of the first two and the nodes per block, such as (8, 32), reduces gradients in three
-            levels.
-        config: settings or the name of a preset; None uses the default.
-        skip: FSDP modules to leave in full precision, as patterns over their names or a predicate.
-
-    Raises:
-        ValueError: the model, topology or settings are not supported, or differ between ranks. All ranks
-            raise the same error, and nothing has been changed.
-        TypeError: an argument has an unsupported type; the same on every rank.
-        RuntimeError: torch.distributed is not initialized.
-    """
+    """Quantize the FSDP2 communication of a model; see `sdp4bit.quantize_communication`."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "sdp4bit.quantize_communication needs torch.distributed: call init_process_group first"

@@ -27,7 +27,7 @@ _OTHER_ENGINES = {
     "torch.nn.parallel.distributed": (
         "Register sdp4bit.ddp_comm_hook with it, which quantizes gradients (docs/ddp.md)"
     ),
-    "deepspeed.": "sdp4bit does not support DeepSpeed: train with FSDP2, DDP or Megatron-Core",
+    "deepspeed.": "Pass the engine that deepspeed.initialize returned (docs/deepspeed.md)",
     "megatron_fsdp.": "sdp4bit does not support Megatron-FSDP: shard with fully_shard of PyTorch",
     "megatron.core.distributed.fsdp.": (
         "sdp4bit does not support Megatron-FSDP: use Megatron-Core's distributed optimizer (docs/megatron.md)"

@@ -1,0 +1,47 @@
+"""The function that attaches to FSDP2 or DeepSpeed, whichever communicates for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import nn
+
+from sdp4bit.collectives.topology import TopologySpec
+from sdp4bit.config import SDP4BitConfig
+from sdp4bit.engines.deepspeed import api as deepspeed
+from sdp4bit.engines.fsdp2 import api as fsdp2
+from sdp4bit.engines.handle import CommHandle
+
+
+def quantize_communication(
+    model: nn.Module | Sequence[nn.Module] | Any,
+    *,
+    topology: TopologySpec = "auto",
+    config: SDP4BitConfig | str | None = None,
+    skip: Collection[str] | Callable[[str], bool] | None = None,
+) -> CommHandle:
+    """Quantize the communication of an FSDP2 model or a DeepSpeed engine from the next step on.
+
+    Call it once on every rank of the job, after the last `fully_shard` or after `deepspeed.initialize`, and
+    before the first forward. With FSDP2 the optimizer may be created before or after it; steps of any
+    `torch.optim.Optimizer` over the model's parameters are detected.
+
+    Args:
+        model: the root FSDP module, or all local roots (pipeline stages); `[]` on a rank without a model. Or
+            the engine of `deepspeed.initialize`, with ZeRO stage 1 or 2.
+        topology: the ranks of each node: "auto" (by host name), ranks per node, or an (inter, intra) mesh. A
+            tuple of one of the first two and the nodes per block, such as (8, 32), reduces gradients in three
+            levels.
+        config: settings or the name of a preset; None uses the default.
+        skip: FSDP modules to leave in full precision, as patterns over their names or a predicate.
+
+    Raises:
+        ValueError: the model, topology or settings are not supported, or differ between ranks. All ranks
+            raise the same error, and nothing has been changed.
+        TypeError: an argument has an unsupported type; the same on every rank.
+        RuntimeError: torch.distributed is not initialized.
+    """
+    if deepspeed.is_engine(model):
+        return deepspeed.attach(model, topology=topology, config=config, skip=skip)
+    return fsdp2.quantize_communication(model, topology=topology, config=config, skip=skip)
