@@ -1,24 +1,242 @@
-"""Attachment to an engine of `deepspeed.initialize`, and its handle."""
+"""SDP4Bit on DeepSpeed's ZeRO-1 and ZeRO-2, attached to an engine of `deepspeed.initialize`.
+
+DeepSpeed keeps each parameter group in a flat buffer, in which rank r updates row r, and has no hooks for its
+collectives. So methods of one optimizer object are replaced, while its classes are unchanged.
+"""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from sdp4bit.collectives.group import Group
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.group import Group, Remarks
+from sdp4bit.collectives.sections import Range, merge_ranges, other_ranges, take_ranges
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build
-from sdp4bit.engines.deepspeed.zero import FlatGroup, FlatGroupState, ZeRO
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
+from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import ONE_RANK, one_node_note, one_node_reason
+from sdp4bit.observe.measures import sample_gradient
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.random import check_numbers
 
-_VERSION = 1
+STATE_KEY, FORMAT_VERSION = "sdp4bit", 1  # of the communication state in the optimizer's checkpoint
+
+
+class FlatGroup:
+    """The flat buffer of one parameter group; the `Rows` of its group."""
+
+    value_ranges = None  # all values are numbers
+
+    def __init__(self, zero: Any, index: int) -> None:
+        self._zero, self._index, self.name = zero, index, f"param_groups[{index}]"
+        self.process_group = zero.real_dp_process_group[index]
+        self.ranks = tuple(dist.get_process_group_ranks(self.process_group))
+        self.device, self.shard_numel = self.weights.device, self.main.numel()
+        rank = self.process_group.rank()
+        self.own = slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)  # this rank's row
+        params, offsets = zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index]
+        self.places: dict[int, Range] = {
+            zero.get_param_id(param): (offset, offset + param.numel())
+            for param, offset in zip(params, offsets, strict=True)
+        }
+        """Range of each parameter in the buffer, by DeepSpeed's number of the parameter."""
+
+    @property
+    def weights(self) -> Tensor:
+        """[ranks * n], looked up for every use because DeepSpeed may move it; parameters are views of it."""
+        return cast(Tensor, self._zero.bit16_groups_flat[self._index])
+
+    @property
+    def main(self) -> Tensor:
+        """[n], the main weights of this rank."""
+        return cast(Tensor, self._zero.single_partition_of_fp32_groups[self._index].detach())
+
+    def sample_main(self, ranges: Sequence[Range]) -> Tensor:
+        return torch.cat(take_ranges(self.main, ranges)).float()
+
+    def clear_others(self, values: Tensor, numbers: Sequence[int]) -> None:
+        """Set values [ranks * n] to zero outside of these parameters."""
+        places = merge_ranges(sorted(self.places[number] for number in numbers))
+        for start, end in other_ranges(places, values.numel()):
+            values[start:end].zero_()
+
+
+class FlatGroupState(Group):
+    """Communication of one flat buffer, which is the replica."""
+
+    group: FlatGroup
+
+    def attach_rows(self) -> None:
+        if self.replica is not None:
+            shape = self.layout.nodes, self.layout.ranks_per_node, self.group.shard_numel
+            self.replica.rows = self.group.weights.view(shape)
+
+    def count_all_reduce(self, row_bytes: int) -> None:
+        """Count DeepSpeed's all-reduce over rows of this size, which sends them twice."""
+        self.count_dense(self.gradient_traffic, row_bytes)
+        self.count_dense(self.gradient_traffic, row_bytes)
+
+    def remarks(self) -> Remarks:
+        return Remarks(place="in the flat buffer")
+
+
+class ZeRO:
+    """The engine of one ZeRO optimizer."""
+
+    def __init__(self, handle: DeepSpeedCommHandle, zero: Any) -> None:
+        self.zero, self._stock = zero, type(zero)
+        self._handle, self._state = handle, handle._state
+        self._groups = cast(Sequence[FlatGroupState], self._state.groups)
+        self._is_reduced_here = any(group.reduction is not None for group in self._groups)
+
+    def groups(self) -> Sequence[Group]:
+        return self._groups
+
+    def install(self, group: Group) -> Undo:
+        """Replace the collectives of the optimizer, with its first group."""
+        undo, zero = ExitStack(), self.zero
+        if group is self._groups[0]:
+            undo.callback(setattr, zero, "reduce_bucket_size", zero.reduce_bucket_size)
+            methods: dict[str, Callable[..., Any]] = {"average_tensor": self.reduce_gradients}
+            if self._is_reduced_here:
+                # One bucket for all gradients. Backward produces them from the last row to the first, so
+                # parts of all rows are there only at its end.
+                zero.reduce_bucket_size = sum(each.view.weights.numel() for each in self._groups)
+                methods["reduce_independent_p_g_buckets_and_remove_grads"] = self.place_gradient
+            _replace(zero, undo, **methods)
+        cast(FlatGroupState, group).attach_rows()
+        return undo.close
+
+    def on_step(self, call: Callable[[int], None]) -> Undo:
+        undo = ExitStack()
+        undo.callback(self._state.on_step(call))
+        for method in (self.step, self.state_dict, self.load_state_dict):
+            _replace(self.zero, undo, **{method.__name__: method})
+        return undo.close
+
+    def send_main_weights(self) -> None:
+        """Set the parameters to the main weights of all ranks, as after a step of DeepSpeed."""
+        if dist.is_initialized():
+            self.zero.update_lp_params()
+
+    def place_gradient(self, param: Any, index: int) -> None:
+        """Let DeepSpeed copy a gradient to its place in the row, and not behind the previous gradient."""
+        zero = self.zero
+        start = sum(group.view.weights.numel() for group in self._groups[:index])
+        place, _ = self._groups[index].group.places[zero.get_param_id(param)]
+        zero.ipg_buckets[zero.communication_data_type].elements = start + place
+        self._stock.reduce_independent_p_g_buckets_and_remove_grads(zero, param, index)
+
+    @torch.no_grad()
+    def reduce_gradients(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Reduce the gradients of a backward in this dtype, each group's in one row per rank."""
+        zero, bucket, start = self.zero, self.zero.ipg_buckets[dtype], 0
+        if not self._is_reduced_here:
+            for index, _, number in bucket.params:
+                group, (first, last) = self._groups[index], self._groups[index].group.places[number]
+                group.count_all_reduce(round((last - first) * dtype.itemsize / group.layout.size))
+            self._stock.average_tensor(zero, tensor, dtype)
+            return
+        for index, group in enumerate(self._groups):
+            rows, numbers = group.view, [number for i, _, number in bucket.params if i == index]
+            end = start + rows.weights.numel()
+            if numbers:
+                place = bucket.buffer[bucket.index][start:end]
+                rows.clear_others(place, numbers)  # because DeepSpeed does not initialize the bucket
+                values = place.to(dtype)  # the same tensor, unless gradients are sent in another dtype
+                own = values[rows.own]
+                self._reduce(group, own, values)
+                # Quantization adds noise to zeros, which must not reach the main weights.
+                rows.clear_others(values, numbers)
+                place[rows.own].copy_(own)
+                if zero._use_compact_grad_partition_buffer(index):
+                    zero._get_compact_grad_partition_buffer(index).flat_partition.add_(own)
+            start = end
+
+    def _reduce(self, group: FlatGroupState, own: Tensor, values: Tensor) -> None:
+        multiplier = 1 / group.layout.size if self.zero.gradient_average else 1.0
+        config, reduction = group.gradient_config, group.reduction
+        is_due = config and own.numel() >= config.min_numel and self._state.steps >= config.start_step
+        if reduction is not None and is_due:
+            nonfinite = sample_gradient(group, values, sample_numel=self._state.gradient_sample_numel)
+            reduction(own, values, call=group.reductions, multiplier=multiplier, nonfinite=nonfinite)
+            group.reductions += 1
+            group.gradient_bits = reduction.bits
+            group.gradient_traffic.count_plain(own.nbytes)  # once more, because DeepSpeed all-reduces
+            return
+        group.gradient_bits = None
+        group.count_all_reduce(own.nbytes)
+        with comm_error_context(f"full-precision reduction of {group.view.name}"):
+            dist.all_reduce(values.mul_(multiplier), group=group.view.process_group)
+
+    def step(self, closure: None = None) -> None:
+        """Take DeepSpeed's step, but send the differences between weights and their replicas."""
+        # DeepSpeed writes the new weights over this rank's row of the replica.
+        kept = [group.view.weights[group.view.own].clone() for group in self._groups]
+        namespace, is_taken = vars(sys.modules[self._stock.__module__]), False
+        stock = namespace["all_gather_dp_groups"]
+
+        def gather(**arguments: Any) -> None:
+            nonlocal is_taken
+            is_taken = True  # DeepSpeed skips the step if fp16 overflows
+            self._gather(kept, stock, arguments)
+
+        namespace["all_gather_dp_groups"] = gather
+        try:
+            self._stock.step(self.zero, closure)
+        finally:
+            namespace["all_gather_dp_groups"] = stock
+        if is_taken:
+            self._state.end_step()
+
+    @torch.no_grad()
+    def _gather(self, kept: Sequence[Tensor], stock: Callable[..., None], arguments: dict[str, Any]) -> None:
+        for index, (group, row) in enumerate(zip(self._groups, kept, strict=True)):
+            if group.replica is None:
+                names = "groups_flat", "partitioned_param_groups", "dp_process_group"
+                stock(**arguments | {name: [arguments[name][index]] for name in names})
+                group.count_dense(group.weight_traffic, row.nbytes)
+                continue
+            group.attach_rows()
+            group.replica.own_shard.copy_(row)
+            group.weight_traffic.count_plain(row.nbytes)
+            group.replica.start_quantized_refresh(group.view.main)
+            group.refreshes += 1
+        for group in self._groups:
+            if group.replica is not None:
+                group.replica.wait()
+                # DeepSpeed does not save the padding, which would differ after a resume.
+                group.view.clear_others(group.view.weights, [*group.view.places])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return DeepSpeed's state of the optimizer with the communication state."""
+        return {**self._stock.state_dict(self.zero), STATE_KEY: self._handle.state_dict()}
+
+    def load_state_dict(self, state_dict_list: Any, *args: Any, **options: Any) -> None:
+        """Load both states; a checkpoint without communication state leaves that unchanged."""
+        self._stock.load_state_dict(self.zero, state_dict_list, *args, **options)
+        # DeepSpeed reads only the entry of this rank, and passes None for a universal checkpoint.
+        own = state_dict_list[self.zero.dp_process_group.rank()] if state_dict_list else {}
+        if STATE_KEY in own:
+            self._handle.load_state_dict(own[STATE_KEY])
+
+
+def _replace(zero: Any, undo: ExitStack, **methods: Callable[..., Any]) -> None:
+    for name, method in methods.items():
+        setattr(zero, name, method)
+        undo.callback(delattr, zero, name)
 
 
 def is_engine(model: object) -> bool:
@@ -38,8 +256,7 @@ def attach(
         if skip is not None:
             raise ValueError(f"skip={skip!r} names FSDP modules, which DeepSpeed does not have")
         check_engine(engine)
-        for index in range(len(engine.optimizer.bit16_groups)):
-            flats.append(FlatGroup(engine.optimizer, index, start=sum(each.numel for each in flats)))
+        flats = [FlatGroup(engine.optimizer, index) for index in range(len(engine.optimizer.bit16_groups))]
         check_numbers(buckets=len(flats), ranks=max(len(each.ranks) for each in flats))
     except Exception as caught:  # raising here would leave the other ranks waiting
         failure, flats = caught, []
@@ -61,9 +278,9 @@ def attach(
     if settings.weights is not None:  # every rank holds all weights
         settings = replace(settings, weights=replace(settings.weights, replica="full"))
     handle = DeepSpeedCommHandle(ModelState(groups, telemetry=settings.telemetry), config=settings, note=note)
-    zero = ZeRO(engine.optimizer, handle._state, save=handle.state_dict, load=handle.load_state_dict)
     with handle._attaching() as undo:
         build(groups, layouts=layouts, config=settings, undo=undo)
+        zero = ZeRO(handle, engine.optimizer)
         undo.callback(zero.send_main_weights)
         handle._install(zero, undo=undo, watched=groups)
     handle._log_attached()
@@ -122,7 +339,7 @@ class DeepSpeedCommHandle(CommHandle):
         """Return the counters of the rounding bits, equal on all ranks; the parameters are the replica."""
         self._check_attached()
         calls = [group.reductions for group in self.groups]
-        return {"format_version": _VERSION, "steps": self._state.steps, "reductions": calls}
+        return {"format_version": FORMAT_VERSION, "steps": self._state.steps, "reductions": calls}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; `engine.load_checkpoint` calls it.
@@ -132,7 +349,7 @@ class DeepSpeedCommHandle(CommHandle):
         """
         self._check_attached()
         keys, groups = ("steps", "reductions"), self.groups
-        check_state(state_dict, owner="sdp4bit on DeepSpeed", version=_VERSION, keys=keys)
+        check_state(state_dict, owner="sdp4bit on DeepSpeed", version=FORMAT_VERSION, keys=keys)
         if len(state_dict["reductions"]) != len(groups):
             raise ValueError(
                 f"the state is not of {len(groups)} parameter groups: {state_dict['reductions']}"

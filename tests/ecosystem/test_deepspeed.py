@@ -1,0 +1,194 @@
+"""DeepSpeed's ZeRO-1 and ZeRO-2: runs without and with quantizers, resume, bytes, refusals.
+
+Layer: 2 gloo processes that represent a node each, or 4 on two nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sdp4bit import GradientConfig, ReplicaMismatchError, SDP4BitConfig, quantize_communication
+from tests.ecosystem.on_cpu import LOSSLESS, count_sent_bytes
+from tests.ranks import on_ranks, run_ranks
+
+pytest.importorskip("hjson", reason="DeepSpeed is not installed: make test-ecosystem")
+os.environ["DS_ACCELERATOR"] = "cpu"
+PRELOAD = ["deepspeed"]
+STEPS, SAVED, MICRO_BATCHES = 8, 5, 2
+OFF = SDP4BitConfig(weights=None, gradients=None)
+QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stage 1": {"zero_optimization": {"stage": 1}},
+    "stage 2": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+    "stage 2, fp32": {
+        "zero_optimization": {"stage": 2},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    },
+    "stage 1, fp16": {
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1},  # the first step overflows
+    },
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LayerNorm(61), nn.Linear(61, 131), nn.GELU(), nn.Linear(131, 61))
+        self.unused = nn.Parameter(torch.ones(33, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)  # type: ignore[no-any-return]
+
+
+def engine_of(**options: Any) -> Any:
+    """Return DeepSpeed's engine for a model with the same random weights in every call."""
+    import deepspeed
+
+    # It would compile an all-reduce over shared memory.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    os.environ.update(LOCAL_RANK=str(dist.get_rank()), RANK=str(dist.get_rank()))
+    torch.manual_seed(0)
+    model = Model()
+    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == wide]} for wide in (True, False)]
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.2,
+        "bf16": {"enabled": True},
+        **options,
+    }
+    config["zero_optimization"]["reduce_bucket_size"] = 9000  # so that plain DeepSpeed has several buckets
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=2e-3), config=config)[0]
+
+
+def train(name: str, config: Any, folder: Path, start: Path | None = None) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    engine, world = engine_of(**OPTIONS[name]), dist.get_world_size()
+    comm = config and quantize_communication(engine, topology=world // 2, config=config)
+    if start is not None:
+        engine.load_checkpoint(str(start))
+    data = torch.Generator().manual_seed(dist.get_rank())
+    batches = torch.randn(STEPS * MICRO_BATCHES, 8, 61, generator=data).to(engine.module.unused.dtype)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    with count_sent_bytes() as sent:
+        for batch in batches[engine.global_steps * MICRO_BATCHES :]:
+            loss = (engine(batch) - batch.flip(1)).float().square().mean()
+            engine.backward(loss)
+            ends_step = engine.is_gradient_accumulation_boundary()
+            engine.step()
+            found["losses"].append(loss.item())
+            if ends_step:
+                found["norms"].append(float(engine.get_global_grad_norm()))
+            if ends_step and engine.global_steps == SAVED and start is None:
+                engine.save_checkpoint(str(folder))
+    found["sent"], found["skipped"] = sent, engine.skipped_steps
+    found["weights"] = [p.detach().float().tolist() for p in engine.module.parameters()]
+    found["main"] = [main.tolist() for main in engine.optimizer.single_partition_of_fp32_groups]
+    if comm:
+        assert comm.audit()
+        found["stats"] = comm.stats()
+        comm.remove()
+        assert not {"step", "average_tensor", "state_dict"} & vars(engine.optimizer).keys()
+    found["removed"] = [p.detach().float().tolist() for p in engine.module.parameters()]
+    return found
+
+
+@contextlib.contextmanager
+def sums_node_by_node() -> Iterator[None]:
+    """Let all-reduces over two nodes add in fp32 in the order of the library, which gloo does not."""
+    stock = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
+        if op != dist.ReduceOp.SUM or dist.get_world_size(group) != 4:
+            return stock(tensor, op=op, group=group, **options)
+        parts = [torch.empty_like(tensor) for _ in range(4)]
+        dist.all_gather(parts, tensor, group=group)
+        a, b, c, d = (part.float() for part in parts)
+        return tensor.copy_((a + b) + (c + d))
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        yield
+
+
+def train_all(name: str, folder: Path) -> dict[str, Any]:
+    found = {"plain": train(name, None, folder / "plain"), "off": train(name, OFF, folder / "off")}
+    with sums_node_by_node():
+        found["ordered"] = train(name, None, folder / "ordered")
+        found["lossless"] = train(name, LOSSLESS, folder / "lossless")
+        found["continued"] = train(name, LOSSLESS, folder / "continued", folder / "lossless")
+    found["quantized"] = train(name, QUANTIZED, folder / "quantized")
+    found["resumed"] = train(name, QUANTIZED, folder / "resumed", folder / "quantized")
+    found["from plain"] = train(name, QUANTIZED, folder / "from plain", folder / "plain")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [*((name, 2) for name in OPTIONS), ("stage 1", 4), ("stage 2", 4)]
+)
+def test_without_quantizers_a_run_equals_plain_and_with_them_it_is_close(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
+    for found in run_ranks(train_all, ranks, name, tmp_path):
+        plain, ordered, quantized = found["plain"], found["ordered"], found["quantized"]
+        for what in ("losses", "norms", "weights", "main", "removed"):
+            assert ranks == 4 or ordered[what] == plain[what]
+            assert found["off"][what] == plain[what], what
+            assert found["lossless"][what] == ordered[what], what
+            last = slice(-len(found["resumed"][what]), None)
+            assert found["continued"][what] == ordered[what][last], what
+            assert found["resumed"][what] == quantized[what][last], what
+        assert quantized["losses"] != plain["losses"]
+        assert quantized["losses"] == pytest.approx(plain["losses"], rel=0.01)
+        assert found["from plain"]["losses"] == pytest.approx(plain["losses"][-6:], rel=0.01)
+        assert plain["losses"][-1] < 0.95 * plain["losses"][0]
+        assert plain["skipped"] == ("fp16" in name)
+        # Plain DeepSpeed gathers rows of 16 bits and sends each gradient twice, to and from its sum.
+        stats, numel = quantized["stats"], sum(map(len, quantized["main"]))
+        gradient_bytes = 2 * (MICRO_BATCHES if "stage 2" in name else 1) * (4 if "fp32" in name else 2)
+        if ranks == 2:
+            assert stats["last_step"]["inter_bytes"] * stats["compression_ratio"] == pytest.approx(
+                numel * (2 + gradient_bytes)
+            )
+            assert sum(quantized["sent"].values()) == stats["total"]["inter_bytes"]
+
+
+@on_ranks(2)
+def test_refusals() -> None:
+    for stage, kind in ((0, "BF16_Optimizer"), (3, "DeepSpeedZeroOptimizer_Stage3")):
+        with pytest.raises(ValueError, match=f"optimizer is {kind}"):
+            quantize_communication(engine_of(zero_optimization={"stage": stage}), topology=1)
+    engine = engine_of(zero_optimization={"stage": 2})
+    for target, option in (
+        (engine, "pipeline_parallelism"),
+        (engine.optimizer, "cpu_offload"),
+        (engine.optimizer, "has_moe_layers"),
+        (engine.optimizer, "overlap_comm"),
+    ):
+        with (
+            mock.patch.object(target, option, dist.get_rank() == 1),
+            pytest.raises(ValueError, match=r"does not support DeepSpeed with .*\[rank 1\]"),
+        ):
+            quantize_communication(engine, topology=1)
+    comm = quantize_communication(engine, topology=1)
+    with pytest.raises(ValueError, match="an attached handle"):
+        quantize_communication(engine, topology=1)
+    for parameter in engine.module.parameters():
+        parameter.data += dist.get_rank()
+    with pytest.raises(ReplicaMismatchError):
+        comm.audit()
+    comm.resync()
+    assert comm.audit()
