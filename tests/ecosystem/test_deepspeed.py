@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,8 @@ from sdp4bit import GradientConfig, ReplicaMismatchError, SDP4BitConfig, quantiz
 from tests.ecosystem.on_cpu import LOSSLESS, count_sent_bytes
 from tests.ranks import on_ranks, run_ranks
 
-pytest.importorskip("hjson", reason="DeepSpeed is not installed: make test-ecosystem")
+if find_spec("deepspeed") is None:  # not imported here, because only the ranks need it
+    pytest.skip("DeepSpeed is not installed: make test-ecosystem", allow_module_level=True)
 os.environ["DS_ACCELERATOR"] = "cpu"
 PRELOAD = ["deepspeed"]
 STEPS, SAVED, MICRO_BATCHES = 8, 5, 2
@@ -58,8 +60,9 @@ def engine_of(**options: Any) -> Any:
     """Return DeepSpeed's engine for a model with the same random weights in every call."""
     import deepspeed
 
-    # It would compile an all-reduce over shared memory.
+    # DeepSpeed would compile an all-reduce over shared memory, and offers fp16 on GPUs only.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
     os.environ.update(LOCAL_RANK=str(dist.get_rank()), RANK=str(dist.get_rank()))
     torch.manual_seed(0)
     model = Model()
@@ -72,7 +75,7 @@ def engine_of(**options: Any) -> Any:
         **options,
     }
     config["zero_optimization"]["reduce_bucket_size"] = 9000  # so that plain DeepSpeed has several buckets
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=2e-3), config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=5e-3), config=config)[0]
 
 
 def train(name: str, config: Any, folder: Path, start: Path | None = None) -> dict[str, Any]:
@@ -82,7 +85,8 @@ def train(name: str, config: Any, folder: Path, start: Path | None = None) -> di
     if start is not None:
         engine.load_checkpoint(str(start))
     data = torch.Generator().manual_seed(dist.get_rank())
-    batches = torch.randn(STEPS * MICRO_BATCHES, 8, 61, generator=data).to(engine.module.unused.dtype)
+    batches = torch.randn(MICRO_BATCHES, 8, 61, generator=data).to(engine.module.unused.dtype)
+    batches = batches.repeat(STEPS, 1, 1)
     found: dict[str, Any] = {"losses": [], "norms": []}
     with count_sent_bytes() as sent:
         for batch in batches[engine.global_steps * MICRO_BATCHES :]:
@@ -96,14 +100,14 @@ def train(name: str, config: Any, folder: Path, start: Path | None = None) -> di
             if ends_step and engine.global_steps == SAVED and start is None:
                 engine.save_checkpoint(str(folder))
     found["sent"], found["skipped"] = sent, engine.skipped_steps
-    found["weights"] = [p.detach().float().tolist() for p in engine.module.parameters()]
+    found["weights"] = [p.detach().float().flatten().tolist() for p in engine.module.parameters()]
     found["main"] = [main.tolist() for main in engine.optimizer.single_partition_of_fp32_groups]
     if comm:
-        assert comm.audit()
         found["stats"] = comm.stats()
+        assert comm.audit()
         comm.remove()
         assert not {"step", "average_tensor", "state_dict"} & vars(engine.optimizer).keys()
-    found["removed"] = [p.detach().float().tolist() for p in engine.module.parameters()]
+    found["removed"] = [p.detach().float().flatten().tolist() for p in engine.module.parameters()]
     return found
 
 
@@ -154,8 +158,11 @@ def test_without_quantizers_a_run_equals_plain_and_with_them_it_is_close(
         assert quantized["losses"] != plain["losses"]
         assert quantized["losses"] == pytest.approx(plain["losses"], rel=0.01)
         assert found["from plain"]["losses"] == pytest.approx(plain["losses"][-6:], rel=0.01)
-        assert plain["losses"][-1] < 0.95 * plain["losses"][0]
+        assert plain["losses"][-1] < 0.9 * plain["losses"][0]
+        # The first parameter has no gradient, and must not get the noise of a quantized zero.
+        assert quantized["weights"][0] == pytest.approx(plain["weights"][0], rel=0.01)
         assert plain["skipped"] == ("fp16" in name)
+        assert quantized["stats"]["steps"] == STEPS - plain["skipped"]
         # Plain DeepSpeed gathers rows of 16 bits and sends each gradient twice, to and from its sum.
         stats, numel = quantized["stats"], sum(map(len, quantized["main"]))
         gradient_bytes = 2 * (MICRO_BATCHES if "stage 2" in name else 1) * (4 if "fp32" in name else 2)
@@ -168,9 +175,10 @@ def test_without_quantizers_a_run_equals_plain_and_with_them_it_is_close(
 
 @on_ranks(2)
 def test_refusals() -> None:
-    for stage, kind in ((0, "BF16_Optimizer"), (3, "DeepSpeedZeroOptimizer_Stage3")):
-        with pytest.raises(ValueError, match=f"optimizer is {kind}"):
-            quantize_communication(engine_of(zero_optimization={"stage": stage}), topology=1)
+    for stage, kind in ((1, "BF16_Optimizer"), (3, "DeepSpeedZeroOptimizer_Stage3")):
+        options = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "fp32"}}
+        with pytest.raises(ValueError, match=rf"optimizer is {kind} \(ZeRO stage {stage}\)"):
+            quantize_communication(engine_of(**options), topology=1)
     engine = engine_of(zero_optimization={"stage": 2})
     for target, option in (
         (engine, "pipeline_parallelism"),

@@ -307,6 +307,7 @@ def check_engine(engine: Any) -> None:
         or zero.sequence_parallel_size > 1,
         "overlap_comm=true, because gradients are reduced at the end of backward": zero.overlap_comm,
         "contiguous_gradients=false, because a row is contiguous": not zero.contiguous_gradients,
+        "deepcompile=true, which reduces gradients in compiled code": engine.is_deepcompile_enabled(),
         "torch_autocast, which sends gradients in several dtypes": len(zero.ipg_buckets) > 1,
         "an attached handle: call its remove() first": "step" in vars(zero),
     }
