@@ -75,7 +75,7 @@ def engine_of(**options: Any) -> Any:
         **options,
     }
     config["zero_optimization"]["reduce_bucket_size"] = 9000  # so that plain DeepSpeed has several buckets
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=5e-3), config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=2e-3), config=config)[0]
 
 
 def train(name: str, config: Any, folder: Path, start: Path | None = None) -> dict[str, Any]:

@@ -217,8 +217,6 @@ class ZeRO:
         for group in self._groups:
             if group.replica is not None:
                 group.replica.wait()
-                # DeepSpeed does not save the padding, which would differ after a resume.
-                group.view.clear_others(group.view.weights, [*group.view.places])
 
     def state_dict(self) -> dict[str, Any]:
         """Return DeepSpeed's state of the optimizer with the communication state."""
@@ -294,7 +292,7 @@ def check_engine(engine: Any) -> None:
         raise ValueError(
             f"DeepSpeed's optimizer is {kind} (ZeRO stage {engine.zero_optimization_stage()}), but only the "
             "DeepSpeedZeroOptimizer of stages 1 and 2 has the methods that are replaced. Stage 3 keeps no "
-            'weights to add differences to. For stage 1 in bf16, set data_types={"grad_accum_dtype": "bf16"}'
+            'copy of all weights, which differences need. For stage 1 in bf16, set data_types={"grad_accum_dtype": "bf16"}'
         )
     inner = type(zero.optimizer).__name__
     unsupported = {
