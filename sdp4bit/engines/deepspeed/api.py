@@ -291,8 +291,9 @@ def check_engine(engine: Any) -> None:
     if kind != "DeepSpeedZeroOptimizer":
         raise ValueError(
             f"DeepSpeed's optimizer is {kind} (ZeRO stage {engine.zero_optimization_stage()}), but only the "
-            "DeepSpeedZeroOptimizer of stages 1 and 2 has the methods that are replaced. Stage 3 keeps no "
-            'copy of all weights, which differences need. For stage 1 in bf16, set data_types={"grad_accum_dtype": "bf16"}'
+            "DeepSpeedZeroOptimizer of stages 1 and 2 is supported. Stage 3 keeps no copy of all weights, "
+            "which differences need. For stage 1 in bf16, set "
+            'data_types={"grad_accum_dtype": "bf16"}'
         )
     inner = type(zero.optimizer).__name__
     unsupported = {
