@@ -76,12 +76,12 @@ class FlatGroup:
 class FlatGroupState(Group):
     """Communication of one flat buffer, which is the replica."""
 
-    group: FlatGroup
+    view: FlatGroup
 
     def attach_rows(self) -> None:
         if self.replica is not None:
-            shape = self.layout.nodes, self.layout.ranks_per_node, self.group.shard_numel
-            self.replica.rows = self.group.weights.view(shape)
+            shape = self.layout.nodes, self.layout.ranks_per_node, self.view.shard_numel
+            self.replica.rows = self.view.weights.view(shape)
 
     def count_all_reduce(self, row_bytes: int) -> None:
         """Count DeepSpeed's all-reduce over rows of this size, which sends them twice."""
@@ -135,7 +135,7 @@ class ZeRO:
         """Let DeepSpeed copy a gradient to its place in the row, and not behind the previous gradient."""
         zero = self.zero
         start = sum(group.view.weights.numel() for group in self._groups[:index])
-        place, _ = self._groups[index].group.places[zero.get_param_id(param)]
+        place, _ = self._groups[index].view.places[zero.get_param_id(param)]
         zero.ipg_buckets[zero.communication_data_type].elements = start + place
         self._stock.reduce_independent_p_g_buckets_and_remove_grads(zero, param, index)
 
@@ -145,7 +145,7 @@ class ZeRO:
         zero, bucket, start = self.zero, self.zero.ipg_buckets[dtype], 0
         if not self._is_reduced_here:
             for index, _, number in bucket.params:
-                group, (first, last) = self._groups[index], self._groups[index].group.places[number]
+                group, (first, last) = self._groups[index], self._groups[index].view.places[number]
                 group.count_all_reduce(round((last - first) * dtype.itemsize / group.layout.size))
             self._stock.average_tensor(zero, tensor, dtype)
             return
