@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TypedDict, TypeVar
@@ -26,6 +25,7 @@ from sdp4bit.collectives.topology import (
     unknown_spec,
 )
 from sdp4bit.config import VERSION
+from sdp4bit.engines.warn import warn_user
 
 Sent = TypeVar("Sent")
 Scope = tuple[Sequence[int], str]
@@ -288,10 +288,9 @@ def _warn_of_hosts(summaries: Sequence[Summary]) -> None:
     risk = "ranks of several nodes are treated as one node and exchange more bits than between nodes"
     if count < said:
         risk = "ranks of one node are treated as several nodes, and each keeps a full replica"
-    warnings.warn(
-        f'sdp4bit: topology="auto" assumes one node per host name, with {count} ranks on '
+    warn_user(
+        f'topology="auto" assumes one node per host name, with {count} ranks on '
         f"{hosts[0]!r}{f' and {len(hosts) - 1} more' if len(hosts) > 1 else ''}, but LOCAL_WORLD_SIZE is "
         f"{said}. If {said} is right, {risk}: pass topology={said} or give every node its own host name. If "
-        f"{count} is right, pass topology={count}",
-        stacklevel=4,
+        f"{count} is right, pass topology={count}"
     )

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`, because DDP compares a hook's annotations with its types.
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +22,7 @@ from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
+from sdp4bit.engines.warn import warn_user
 from sdp4bit.observe.alerts import Alerts
 from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.observe.explain import (
@@ -147,7 +147,7 @@ class DDPCommState(CommHandle):
         reason = self._unquantized_reason()
         notes = one_node_note([(_NOT_SENT, reason)]), "" if reason else one_hop_note([self._topology.layout])
         for note in filter(None, notes):
-            warnings.warn(f"sdp4bit: {note}", stacklevel=3)
+            warn_user(note)
         return self._topology
 
     @property
@@ -226,10 +226,9 @@ class DDPCommState(CommHandle):
         if values.dtype not in _QUANTIZED_DTYPES:
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(
-                    f"sdp4bit: gradients in {values.dtype} are averaged in full precision: only fp32, bf16 "
-                    "and fp16 are quantized",
-                    stacklevel=3,
+                warn_user(
+                    f"gradients in {values.dtype} are averaged in full precision: only fp32, bf16 "
+                    "and fp16 are quantized"
                 )
             return f"full precision: {str(values.dtype).removeprefix('torch.')}"
         return ""

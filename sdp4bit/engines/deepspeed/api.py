@@ -7,7 +7,6 @@ collectives. So methods of one optimizer object are replaced, while its classes 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,6 +25,7 @@ from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
 from sdp4bit.engines.protocol import Undo
+from sdp4bit.engines.warn import warn_user
 from sdp4bit.observe.explain import ONE_RANK, one_node_note, one_node_reason
 from sdp4bit.observe.measures import sample_gradient
 from sdp4bit.observe.stats import ModelState
@@ -272,7 +272,7 @@ def attach(
         group.gradients_unquantized_reason = alone or one_node_reason(settings.gradients, nodes=nodes)
     note = one_node_note([(g.weights_unquantized_reason, g.gradients_unquantized_reason) for g in groups])
     if note:
-        warnings.warn(f"sdp4bit: {note}", stacklevel=3)
+        warn_user(note)
     if settings.weights is not None:  # every rank holds all weights
         settings = replace(settings, weights=replace(settings.weights, replica="full"))
     handle = DeepSpeedCommHandle(ModelState(groups, telemetry=settings.telemetry), config=settings, note=note)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -13,6 +12,7 @@ from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.fsdp2.view import FSDPView, named_fsdp_modules
+from sdp4bit.engines.warn import warn_user
 from sdp4bit.observe.explain import OFF, ONE_RANK, one_hop_note, one_node_note, one_node_reason
 from sdp4bit.quantization.checks import VALUE_DTYPES
 
@@ -240,5 +240,5 @@ def warn_of_layout(
             "Megatron-Core needs it"
         )
     for message in messages:
-        warnings.warn(f"sdp4bit: {message}", stacklevel=3)
+        warn_user(message)
     return note

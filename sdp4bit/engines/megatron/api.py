@@ -6,7 +6,6 @@ groups and optimizers, while its classes and modules are unchanged.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -26,6 +25,7 @@ from sdp4bit.engines.megatron.buckets import (
 from sdp4bit.engines.megatron.guards import MARK, check_chunks, distributed_optimizers
 from sdp4bit.engines.megatron.handle import MegatronCommHandle
 from sdp4bit.engines.megatron.objects import Chunk, Optimizer
+from sdp4bit.engines.warn import warn_user
 from sdp4bit.quantization.random import check_numbers
 
 
@@ -147,20 +147,15 @@ def _warn(
 ) -> None:
     one_queue = any(has_one_queue(bucket.device) for bucket in buckets)
     if one_queue and tensor_parallel_group(chunks[0]) is None:
-        warnings.warn(
-            "sdp4bit: CUDA_DEVICE_MAX_CONNECTIONS=1 serializes all streams of a GPU, so transfers delay "
+        warn_user(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 serializes all streams of a GPU, so transfers delay "
             "computation. Megatron-Core needs it for tensor parallelism, which this model does not use. "
-            "Unset it before CUDA is initialized, unless you need it for context parallelism",
-            stacklevel=3,
+            "Unset it before CUDA is initialized, unless you need it for context parallelism"
         )
     if all(layout.size == 1 for layout in layouts.values()):
-        warnings.warn(
-            "sdp4bit: the data-parallel groups have one rank each, so nothing is sent or quantized",
-            stacklevel=3,
-        )
+        warn_user("the data-parallel groups have one rank each, so nothing is sent or quantized")
     if any(bucket.gradients.dtype == torch.float16 for bucket in buckets):
-        warnings.warn(
-            "sdp4bit: gradients are reduced in fp16 and may overflow before they are quantized; set "
-            "grad_reduce_in_fp32=True",
-            stacklevel=3,
+        warn_user(
+            "gradients are reduced in fp16 and may overflow before they are quantized; set "
+            "grad_reduce_in_fp32=True"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -30,6 +29,7 @@ from sdp4bit.engines.megatron.staged import StagedCollectives
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
 from sdp4bit.engines.protocol import Undo
+from sdp4bit.engines.warn import warn_user
 from sdp4bit.observe.explain import (
     ONE_RANK,
     describe_gradients,
@@ -158,7 +158,7 @@ class MegatronCommHandle(CommHandle):
         self.topology = topology
         quantized = [group.layout for group in groups if not group.gradients_unquantized_reason]
         for each in filter(None, (note, one_hop_note(quantized))):
-            warnings.warn(f"sdp4bit: {each}", stacklevel=3)
+            warn_user(each)
         with self._attaching() as undo:
             build(groups, layouts=layouts, config=config, undo=undo)
             for group in groups:
