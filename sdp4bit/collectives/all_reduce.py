@@ -121,19 +121,26 @@ class PieceQuantizer:
             of_all, layout.layouts, split_messages(messages, layout), sections, strict=True
         ):
             self._restore(
-                parts, each.values, part, each.section.call(call), pieces.stride(0), multiplier, self.count
+                parts,
+                out=each.values,
+                layout=part,
+                call=each.section.call(call),
+                pieces=self.count,
+                stride=pieces.stride(0),
+                multiplier=multiplier,
             )
             each.section.put(each.values, values)
 
     def _restore(
         self,
         messages: Tensor,
+        *,
         out: Tensor,
         layout: MessageLayout,
         call: int,
+        pieces: int,
         stride: int,
         multiplier: float,
-        pieces: int,
     ) -> None:
         """Write all pieces of a section in one launch, so that its cost does not grow with the ranks."""
         stream = self._stream(call, self._ranks[0])
@@ -167,7 +174,9 @@ class PieceQuantizer:
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
         self.quantize([values], message, call=0, row=0, sections=whole)
         result = torch.empty_like(values)
-        self._restore(message, result, layout.layouts[0], 0, 0, 1.0, 1)
+        self._restore(
+            message, out=result, layout=layout.layouts[0], call=0, pieces=1, stride=0, multiplier=1.0
+        )
         return result
 
 

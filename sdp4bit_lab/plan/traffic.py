@@ -77,9 +77,11 @@ def _message(
 
 def _send(messages: Sequence[tuple[Level, JointLayout, int]], *, kind: Kind, grid: Grid) -> Exchange:
     """Return the exchange of messages: level, layout and number of copies of each collective."""
+    intra, inter, outer = grid.levels.values()
     over = {
-        level: Grid(nodes=1, ranks_per_node=size) if level == "intra" else Grid(nodes=size, ranks_per_node=1)
-        for level, size in grid.levels.items()
+        "intra": Grid(nodes=1, ranks_per_node=intra),
+        "inter": Grid(nodes=inter, ranks_per_node=1),
+        "outer": Grid(nodes=outer, ranks_per_node=1, blocks=outer),  # a communicator of its own
     }
 
     def nbytes(*levels: Level) -> float:

@@ -41,7 +41,7 @@ class FSDPRun:
         self,
         config: SDP4BitConfig | None = QUANTIZED,
         *,
-        topology: int = 2,
+        topology: int | tuple[int, int] = 2,
         roots: int = 1,
         is_hybrid: bool = False,
         place: Callable[[torch.nn.Parameter], Any] | None = None,
@@ -295,7 +295,7 @@ class _Bucket:
         return [value.view_as(param) for value, param in zip(values, self.params, strict=True)]
 
 
-def distributed_data_parallel(*, topology: int = 2) -> None:
+def distributed_data_parallel(*, topology: int | tuple[int, int] = 2) -> None:
     """DDP's order of things: a bucket goes to the hook when it is full, all are waited for at the end."""
     torch.manual_seed(0)
     model = toy.ToyGPT(width=16, hidden=36, layers=2)
@@ -333,6 +333,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "full replica, prefetch": lambda: FSDPRun(FULL, prepare=prefetch).train(3),
     "full replica, exact": lambda: FSDPRun(weights(bits=None, replica="full")).train(3),
     "one rank per node": lambda: FSDPRun(topology=1).train(3),
+    "blocks of nodes": lambda: FSDPRun(chunked(), topology=(1, 2)).train(3),
     "gradients only": lambda: FSDPRun(replace(QUANTIZED, weights=None), prepare=unshard_ahead).train(3),
     "weights only": lambda: FSDPRun(replace(QUANTIZED, gradients=None)).train(3),
     "pipeline chunks": lambda: FSDPRun(chunked()).train(3),
@@ -360,6 +361,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     **({"mesh per parameter": mesh_per_parameter} if HAS_MESH_PER_PARAM else {}),
     "DDP": distributed_data_parallel,
     "DDP, one rank per node": lambda: distributed_data_parallel(topology=1),
+    "DDP, blocks of nodes": lambda: distributed_data_parallel(topology=(1, 2)),
     "load": load,
     "load, full replica": lambda: load(FULL),
     "resync": resync,
@@ -412,6 +414,7 @@ MEGATRON_SCENARIOS: dict[str, Callable[[], object]] = {
     "pipeline chunks": lambda: megatron(chunked()),
     "one queue": megatron_staged,
     "one queue, one level": lambda: megatron_staged(topology=1),
+    "one queue, blocks of nodes": lambda: megatron_staged(topology=(1, 2)),
     "one queue, pipeline chunks": lambda: megatron_staged(chunked()),
     "weights only": lambda: megatron(replace(MEASURED, gradients=None)),
     "audit": lambda: megatron(replace(MEASURED, audit=AuditConfig(interval=1))),
@@ -437,7 +440,7 @@ def without_empty_shards() -> None:
 
 
 ORDERED_SCENARIOS: dict[str, Callable[[], object]] = {
-    **{name: SCENARIOS[name] for name in ("unshard", "two roots", "load", "audit")},
+    **{name: SCENARIOS[name] for name in ("unshard", "two roots", "load", "audit", "blocks of nodes")},
     "skipped step": skipped,
     "empty shards left out": without_empty_shards,
     "separate group": SCENARIOS["separate group, one skipped"],

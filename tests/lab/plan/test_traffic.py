@@ -7,7 +7,7 @@ import torch
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.traffic import ALONE, Grid
-from sdp4bit_lab.plan.memory import memory_per_rank
+from sdp4bit_lab.plan.memory import COMMUNICATOR_BYTES, communicator_bytes, memory_per_rank
 from sdp4bit_lab.plan.model import ShardedGroup, flat_buffer, gpt_groups, least_padded_dim
 from sdp4bit_lab.plan.traffic import (
     all_reduce_exchange,
@@ -71,6 +71,14 @@ def test_three_levels_send_the_bytes_of_two_in_fewer_messages() -> None:
         in_block + between,
         between + 4 * row,
     ]
+    # Gradients have a communicator per level, also if two levels have the same size.
+    group = ShardedGroup(name="all", shapes=((512, 4096),))
+    counts = []
+    for blocks in (1, 8):
+        grid = Grid(nodes=64, ranks_per_node=8, blocks=blocks)
+        traffic = [group_traffic(group, grid=grid, config=SDP4BitConfig())]
+        counts.append(communicator_bytes(traffic, grid=grid, replicas=ALONE) // COMMUNICATOR_BYTES)
+    assert counts == [1 + 2 + 2, 1 + 2 + 3]
     for exchange in (weight_refresh, weight_gather):
         assert exchange(row, grid=three, config=WeightConfig()) == exchange(
             row, grid=two, config=WeightConfig()
