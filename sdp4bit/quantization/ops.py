@@ -283,8 +283,10 @@ def dequantize_reduce_quantize(
     """
     if out.dim() != 2:
         raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
-    parts, destinations = received.parts, out.shape[0]
-    check_layout("received", received, numel=sent.numel, parts=sent.parts * destinations)
+    parts, destinations = received.parts, received.parts // sent.parts
+    if parts % sent.parts:
+        raise ValueError(f"the {sent.parts} parts of sent do not divide the {parts} of received")
+    check_layout("received", received, numel=sent.numel, parts=parts)
     check_messages("messages", messages, count=None, layout=received)
     check_messages("out", out, count=destinations, layout=sent)
     check_device("messages", messages, messages=out)

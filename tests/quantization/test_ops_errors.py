@@ -104,7 +104,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (PIECES, {"out": torch.zeros(NUMEL)}, ["out", "[192]", "[128]"]),
     (PIECES, {"messages": messages(3, LAYOUT)}, ["messages", "multiple of the 2 pieces", "3"]),
     (PIECES, {"layout": PARTED}, ["layout", "parts=1"]),
-    (REQUANTIZE, {"sent": PARTED}, ["received", f"parts={PARTS * PARTS}"]),
+    (REQUANTIZE, {"sent": layout_of(NUMEL, BITS, GROUP, parts=2)}, ["2 parts of sent", "3 of received"]),
     (SUBTRACT, {"main": values_of(2, 64)}, ["main", "1-D", "[2, 64]"]),
     (SUBTRACT, {"replica": values_of(65)}, ["[128]", "[65]"]),
     *((SUBTRACT, {"clip": clip}, [f"clip={clip}", "0.1 to 1"]) for clip in (0.0, 0.09, 1.01, -0.5, math.nan)),
