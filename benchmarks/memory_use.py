@@ -35,7 +35,7 @@ from sdp4bit_lab.plan.step import plan_step
 from sdp4bit_lab.pretrain.model.gpt import GPT, Block
 
 NODES, RANKS_PER_NODE, STEPS = 2, 2, 3
-WORKLOAD = Workload(layers=6, hidden=512, heads=8, vocabulary=4096, sequence_length=16)
+WORKLOAD = Workload(layers=6, hidden=256, heads=4, vocabulary=2048, sequence_length=16)
 LAST = "last step"
 
 
@@ -108,7 +108,9 @@ def measure() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for name, cost in planned().items():
             is_quantized = name == "sdp4bit"
-            multiprocessing.spawn(train, args=(folder, is_quantized), nprocs=NODES * RANKS_PER_NODE)
+            multiprocessing.start_processes(
+                train, args=(folder, is_quantized), nprocs=NODES * RANKS_PER_NODE, start_method="fork"
+            )
             measured = max(
                 int(Path(f"{folder}/{is_quantized}-{rank}").read_text())
                 for rank in range(NODES * RANKS_PER_NODE)
