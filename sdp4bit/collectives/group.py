@@ -6,9 +6,10 @@ Reports read its attributes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,26 @@ class Remarks:
     staged: str = ""  # how chunks of successive groups overlap, instead of those of one row
 
 
+class Reduction(NamedTuple):
+    """A sum of gradients over ranks."""
+
+    process_group: ProcessGroup
+    factor: float  # of the sum; NaN if not known
+    traffic: TrafficCounter  # of what these ranks send each other
+
+
+@dataclass(kw_only=True)
+class MeanSample:
+    """A sample of a step's gradients before their reductions, and of the mean that arrives."""
+
+    numel: int  # values from which it is taken
+    ranges: Sequence[Range]
+    sent: Tensor  # fp32 [n], the sum of this rank's gradients
+    received: Tensor  # fp32 [n], this rank's part of the mean, to be summed over the ranks
+    reductions: list[Reduction]
+    is_complete: bool = False  # whether the mean of all gradients has arrived
+
+
 class Group:
     """Communication of one parameter group: replica, reduction, reasons and counters.
 
@@ -113,6 +134,7 @@ class Group:
         self.gradient_bits: Bits = None  # bits of the last reduction; None for full precision
         self.gradient_sample: Tensor | None = None
         """Sample of the last reduction in a step that will be measured."""
+        self.mean_sample: MeanSample | None = None  # of all reductions in such a step
         self.counts_nonfinite = False  # whether steps are measured
         self.nonfinite_groups: Tensor | None = None
         """Received non-finite quantization groups since the last measured step, fp64 on the device."""
@@ -181,16 +203,21 @@ class Group:
         return self.view.sample_main(ranges), torch.cat(take_ranges(replica.own_shard, ranges))
 
 
+def mean_factor(op: object, process_group: ProcessGroup) -> float:
+    """Return the factor that turns a sum into the requested reduction; NaN if it is neither sum nor mean."""
+    factors = {dist.ReduceOp.SUM: 1.0, dist.ReduceOp.AVG: 1.0 / process_group.size()}
+    return next((factor for known, factor in factors.items() if op == known), math.nan)
+
+
 def reduction_multiplier(op: object, process_group: ProcessGroup, *, name: str, engine: str) -> float:
     """Return the factor that turns a sum over the ranks into the requested reduction.
 
     Raises:
         ValueError: the reduction is neither a sum nor a mean.
     """
-    if op == dist.ReduceOp.SUM:
-        return 1.0
-    if op == dist.ReduceOp.AVG:
-        return 1.0 / process_group.size()
+    factor = mean_factor(op, process_group)
+    if not math.isnan(factor):
+        return factor
     raise ValueError(
         f"{name}: {engine} asks for the reduction {getattr(op, 'op', op)}, but only sums and means can be "
         "quantized. On FSDP2, keep set_force_sum_reduction_for_comms(True)"

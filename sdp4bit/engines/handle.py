@@ -208,13 +208,15 @@ class CommHandle(ABC):
     def measure(self) -> Measurement:
         """Measure the error of quantization now, over entire shards; call it on all ranks.
 
-        Waits for the device.
+        Waits for the device, and sums a sample of the last measured gradients over the ranks.
 
         Returns:
             "weight_drift", "weight_error": of the current weights and replicas, as in `stats()`. Between a
             step and the next forward, the drift is the one that the forward will leave.
             "pending": |main - replica| / |main|, the size of a step that was not sent; 0 after the forward.
             "gradient_error", "nonfinite_groups": of the gradients that were sampled last.
+            "signal_to_noise", "gradient_noise_scale": of their mean over the ranks (docs/telemetry.md), the
+            same on all ranks that share the groups. FSDP2 and DDP.
         """
         self._check_attached()
         return self._state.measure()

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.group import Group, Remarks
+from sdp4bit.collectives.group import Group, Reduction, Remarks
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, take_ranges
 from sdp4bit.collectives.topology import Nodes, Topology, TopologySpec, create_topologies, destroy_topology
@@ -32,7 +32,7 @@ from sdp4bit.observe.explain import (
     one_node_note,
     one_node_reason,
 )
-from sdp4bit.observe.measures import Telemetry, sample_gradient
+from sdp4bit.observe.measures import Telemetry, sample_gradient, sample_received, sample_sent
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.ops import checksum
 from sdp4bit.quantization.random import check_numbers
@@ -255,7 +255,10 @@ class DDPCommState(CommHandle):
     def _average_quantized(self, values: Tensor, group: BucketGroup) -> Future[Tensor]:
         all_reduce, call, device = group.all_reduce, self._state.steps, values.device
         assert all_reduce is not None
-        nonfinite = sample_gradient(group, values, sample_numel=self._state.gradient_sample_numel)
+        sample_numel, size = self._state.gradient_sample_numel, group.layout.size
+        nonfinite = sample_gradient(group, values, sample_numel=sample_numel)
+        over = Reduction(cast(ProcessGroup, group.view.process_group), 1.0 / size, group.all_reduce_traffic)
+        sample_sent(group, values, over, sample_numel=sample_numel)
         group.gradient_bits = all_reduce.bits
         if device not in self._streams:
             self._streams[device] = SideStream(device)
@@ -263,7 +266,8 @@ class DDPCommState(CommHandle):
 
         def average() -> None:
             # A backward pass reduces each bucket once, so (step, bucket) is unique.
-            all_reduce(values, call=call, multiplier=1.0 / group.layout.size, nonfinite=nonfinite)
+            all_reduce(values, call=call, multiplier=over.factor, nonfinite=nonfinite)
+            sample_received(group, values, over, copies=size, sample_numel=sample_numel)
             # On a GPU, waiting for the future waits for the side stream, which is current here.
             future.set_result(values)
 

@@ -17,14 +17,14 @@ from torch.profiler import record_function
 
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
-from sdp4bit.collectives.group import GradientQuantizer, reduction_multiplier
+from sdp4bit.collectives.group import GradientQuantizer, Reduction, mean_factor, reduction_multiplier
 from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.work import CompletedWork, DeferredWork
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.freshness import NOTHING_DUE, Due, Event
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import Comm
-from sdp4bit.observe.measures import sample_gradient
+from sdp4bit.observe.measures import sample_gradient, sample_received, sample_sent
 
 
 class _Hook:
@@ -215,23 +215,29 @@ class ReduceScatterHook(_Hook):
         group.awaits_all_reduce = group.replicate_layout is not None
         group.gradient_bits = None
         sections = _quantized_sections(group, state, output.numel(), reduction)
+        over = Reduction(torch_group, mean_factor(op, torch_group), group.gradient_traffic)
+        sample_numel = state.gradient_sample_numel
+        sample_sent(group, input, over, sample_numel=sample_numel)
         if reduction is None or not sections:
             group.count_dense(group.gradient_traffic, output.nbytes)
             what = f"full-precision gradient reduce-scatter of {group.view.name}"
             reduce_scatter_dense(output, input, torch_group, op, reduce=self._stock, what=what)
-            return
-        multiplier = reduction_multiplier(op, torch_group, name=group.view.name, engine="FSDP2")
-        nonfinite = sample_gradient(group, input, sample_numel=state.gradient_sample_numel)
-        reduction(
-            output,
-            input,
-            call=group.reductions,
-            multiplier=multiplier,
-            nonfinite=nonfinite,
-            sections=sections,
-        )
-        group.gradient_bits = reduction.bits
-        group.reductions += 1
+        else:
+            multiplier = reduction_multiplier(op, torch_group, name=group.view.name, engine="FSDP2")
+            nonfinite = sample_gradient(group, input, sample_numel=sample_numel)
+            reduction(
+                output,
+                input,
+                call=group.reductions,
+                multiplier=multiplier,
+                nonfinite=nonfinite,
+                sections=sections,
+            )
+            group.gradient_bits = reduction.bits
+            group.reductions += 1
+        if group.replicate_layout is None:
+            first = torch_group.rank() * output.numel()
+            sample_received(group, output, over, first=first, sample_numel=sample_numel)
 
 
 class ReplicateGroup(_Hook):
@@ -267,6 +273,7 @@ class ReplicateGroup(_Hook):
             state.before_all_reduce(group)
             group.gradient_bits, group.awaits_all_reduce = None, False
             sections = _quantized_sections(group, state, values.numel(), all_reduce)
+            sample_numel, shards = state.gradient_sample_numel, group.view.process_group
             if all_reduce is None or not sections or not all_reduce.takes(values.numel()):
                 if not values.numel():
                     return
@@ -277,18 +284,27 @@ class ReplicateGroup(_Hook):
                     work = self._stock.allreduce([values], opts)
                     if work is not None:
                         work.wait()
-                return
-            multiplier = reduction_multiplier(
-                opts.reduceOp, self._stock, name=group.view.name, engine="FSDP2"
+            else:
+                multiplier = reduction_multiplier(
+                    opts.reduceOp, self._stock, name=group.view.name, engine="FSDP2"
+                )
+                nonfinite = None
+                if group.reduction is None:  # otherwise the reduce-scatter has sampled this gradient
+                    nonfinite = sample_gradient(group, values, sample_numel=sample_numel)
+                all_reduce(
+                    values,
+                    call=group.all_reduces,
+                    multiplier=multiplier,
+                    nonfinite=nonfinite,
+                    sections=sections,
+                )
+                group.gradient_bits = all_reduce.bits
+                group.all_reduces += 1
+            over = Reduction(self._stock, mean_factor(opts.reduceOp, self._stock), group.all_reduce_traffic)
+            first = 0 if shards is None else shards.rank() * values.numel()
+            sample_received(
+                group, values, over, first=first, copies=self._stock.size(), sample_numel=sample_numel
             )
-            nonfinite = None
-            if group.reduction is None:  # otherwise the reduce-scatter has sampled this gradient
-                nonfinite = sample_gradient(group, values, sample_numel=state.gradient_sample_numel)
-            all_reduce(
-                values, call=group.all_reduces, multiplier=multiplier, nonfinite=nonfinite, sections=sections
-            )
-            group.gradient_bits = all_reduce.bits
-            group.all_reduces += 1
 
 
 def _quantized_sections(
