@@ -358,7 +358,7 @@ def gradient_table(measured: Mapping[str, Any]) -> dict[str, Any]:
             bits = encoded_bits(config.inter_bits, config.inter_group_size)
             sum_name, inside = key_of(STRATEGIES[name]), f"{of('intra', name):.5f}"
         error = of("sum", sum_name)
-        cells = (bits, inside, f"{of('inter', name):.4f}", f"{max(measured['bias'][name], 0):.4f}")
+        cells = (bits, inside, f"{of('inter', name):.4f}", f"{max(measured['bias'][name], 0):.3f}")
         rows.append([f"`{name}`" if name in SHOWN else name, *cells, f"{error:.4f}", f"{error**-0.5:.1f}"])
     columns = ["gradients", "bits", "inside a node", "between nodes", "squared bias", "mean of 4 ranks"]
     return {"columns": [*columns, "signal over noise"], "rows": rows}
@@ -377,7 +377,7 @@ def weight_table(measured: Mapping[str, Any]) -> dict[str, Any]:
         bits = encoded_bits(config.bits, config.group_size) if config else f"{RIVALS[name].bits:.4g}"
         errors = [step["differences"][name] for step in measured["steps"]]
         drifts = [step["drift"][name] / step["update"] for step in measured["steps"]]
-        error, drift = statistics.fmean(e / n for e, n in errors), statistics.fmean(drifts)
+        error, drift = statistics.fmean(e / n for e, n in errors), statistics.median(drifts)
         rows.append([name if name in RIVALS else f"`{name}`", bits, f"{error:.4f}", f"{drift:.3f}"])
     return {"columns": ["weight differences", "bits", "squared error", "excess drift"], "rows": rows}
 
@@ -410,16 +410,20 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes, found = figure.subplots(), points(measured)
-    slope, end = slope_of(found), 14.0
+    slope, end = slope_of(found), 100.0
     for recipe, color in zip(ACCURACY, ("tab:green", "tab:blue"), strict=True):
         chosen = [point for point in found if point[0] == recipe]
         ratios, costs = [p[2] ** -0.5 for p in chosen], [p[3] for p in chosen]
         bars = [[p[3] - p[4][0] for p in chosen], [p[4][1] - p[3] for p in chosen]]
         label = {"accuracy": "second recipe"}.get(recipe, "first recipe")
+        is_second = recipe == "accuracy"
+        label = "second recipe" if is_second else "first recipe"
         axes.errorbar(ratios, costs, yerr=bars, fmt="o", markersize=4, capsize=2, color=color, label=label)
         for point, ratio, cost in zip(chosen, ratios, costs, strict=True):
-            if point[1].startswith("sdp4bit") and "," not in point[1]:
-                axes.annotate(point[1], (ratio, cost), (5, 4), textcoords="offset points", fontsize=8)
+            if "w2" in point[1]:
+                axes.plot(ratio, cost, "o", markersize=9, markerfacecolor="none", color=color)
+            if point[1].startswith("sdp4bit") and "," not in point[1] and is_second != ("w2" in point[1]):
+                axes.annotate(point[1], (ratio, cost), (6, 5), textcoords="offset points", fontsize=8)
     line = [1.5 * (end / 1.5) ** (i / 200) for i in range(201)]
     axes.plot(line, [slope / x**2 for x in line], color="grey", label=f"{slope:.1f} % / ratio²")
     axes.axvline(3**0.5, color="tab:red", linewidth=0.8, label="√3 (arXiv 2505.19115)")
@@ -428,6 +432,7 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
     axes.set_xticks([2, 3, 5, 7, 10, 15, 30, 90], ["2", "3", "5", "7", "10", "15", "30", "90"])
     axes.minorticks_off()
     axes.set_yscale("symlog", linthresh=0.1)
+    axes.set_ylim(-0.05, 2)
     ticks = [0.0, 0.05, 0.1, 0.2, 0.5, 1.0]
     axes.set_yticks(ticks, [f"{tick:g} %" for tick in ticks])
     axes.set_xlabel("norm of the mean gradient over its quantization error")
@@ -447,7 +452,7 @@ def eden_table(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             seed, loss = run["seed"], run["val_loss"]
             percent.append(100 * (loss / baseline[seed] - 1))
             by_seed.append([str(seed), f"{baseline[seed]}", f"{loss}", f"{percent[-1]:+.3f} %"])
-    interval = confidence_interval(percent)
+    interval = confidence_interval(percent) if percent else None
     shown = "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f} %"
     row = [
         "EDEN, 3 bits; 2-bit weights",
