@@ -44,7 +44,7 @@ FEWEST_DRAWN = 5
 """Strategies in the figure of losses, not counting the baseline."""
 FULL = {"gradient": 4.0, "weight": 2.0}
 """Bytes of a gradient in fp32 and of a weight in bf16."""
-STUDIES = ("finetuning", "two_roundings")
+STUDIES = ("finetuning", "two_roundings", "vnmse")
 """Folders of experiments/ with results of the current library."""
 
 
