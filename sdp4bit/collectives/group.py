@@ -74,7 +74,7 @@ class Reduction(NamedTuple):
 
     process_group: ProcessGroup
     factor: float  # of the sum; NaN if not known
-    traffic: TrafficCounter  # of what these ranks send each other
+    traffic: TrafficCounter  # counts the bytes that these ranks send
 
 
 @dataclass(kw_only=True)
