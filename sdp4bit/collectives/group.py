@@ -74,7 +74,6 @@ class Reduction(NamedTuple):
 
     process_group: ProcessGroup
     factor: float  # of the sum; NaN if not known
-    traffic: TrafficCounter  # counts the bytes that these ranks send
 
 
 @dataclass(kw_only=True)

@@ -208,7 +208,8 @@ class CommHandle(ABC):
     def measure(self) -> Measurement:
         """Measure the error of quantization now, over entire shards; call it on all ranks.
 
-        Waits for the device, and sums a sample of the last measured gradients over the ranks.
+        Waits for the device, and sums a sample of the last measured gradients over the ranks. `stats()` does
+        not count the bytes of this sum.
 
         Returns:
             "weight_drift", "weight_error": of the current weights and replicas, as in `stats()`. Between a

@@ -159,10 +159,9 @@ def mean_squares(sample: MeanSample) -> Tensor:
     sent = sample.sent.double() / ranks
     received = sample.received.double() / (ranks * math.prod(each.factor for each in sample.reductions))
     sums = torch.cat([sent, received, sent.square().sum().view(1)])
-    for process_group, _, traffic in sample.reductions:
+    for process_group, _ in sample.reductions:
         with comm_error_context("all-reduce of a gradient sample by measure()", group=process_group):
             dist.all_reduce(sums, group=process_group)
-        traffic.count_ring(round(2 * sums.nbytes / process_group.size()))
     mean, received, own = sums.split([len(sent), len(sent), 1])
     signal, noise = mean.square().sum(), (received - mean).square().sum()
     # A rank's gradient is `ranks` times its part of the mean.

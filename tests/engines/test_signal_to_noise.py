@@ -23,7 +23,6 @@ from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.group import Reduction
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook, ReplicateGroup
 from sdp4bit.observe.measures import mean_ratios, sample_received, sample_sent
-from sdp4bit.traffic import Grid, TrafficCounter
 from tests.engines.ddp.test_hook import DDPRun
 from tests.engines.fsdp2.test_hybrid import HybridRun
 from tests.ranks import on_ranks
@@ -217,7 +216,7 @@ def test_nothing_is_known_without_telemetry_and_with_gradients_that_are_not_fini
 def test_micro_batches_with_gradients_of_other_parameters_are_not_known() -> None:
     process_group: Any = SimpleNamespace(size=lambda: 2)
     group: Any = SimpleNamespace(gradient_quantizers=[SimpleNamespace(group_unit=32)], mean_sample=None)
-    over = Reduction(process_group, 0.5, TrafficCounter(Grid(nodes=2, ranks_per_node=1)))
+    over = Reduction(process_group, 0.5)
     found = []
     for numel in (64, 64, 32):
         values = torch.randn(numel)

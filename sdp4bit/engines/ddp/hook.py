@@ -257,7 +257,7 @@ class DDPCommState(CommHandle):
         assert all_reduce is not None
         sample_numel, size = self._state.gradient_sample_numel, group.layout.size
         nonfinite = sample_gradient(group, values, sample_numel=sample_numel)
-        over = Reduction(cast(ProcessGroup, group.view.process_group), 1.0 / size, group.all_reduce_traffic)
+        over = Reduction(cast(ProcessGroup, group.view.process_group), 1.0 / size)
         sample_sent(group, values, over, sample_numel=sample_numel)
         group.gradient_bits = all_reduce.bits
         if device not in self._streams:

@@ -215,7 +215,7 @@ class ReduceScatterHook(_Hook):
         group.awaits_all_reduce = group.replicate_layout is not None
         group.gradient_bits = None
         sections = _quantized_sections(group, state, output.numel(), reduction)
-        over = Reduction(torch_group, mean_factor(op, torch_group), group.gradient_traffic)
+        over = Reduction(torch_group, mean_factor(op, torch_group))
         sample_numel = state.gradient_sample_numel
         sample_sent(group, input, over, sample_numel=sample_numel)
         if reduction is None or not sections:
@@ -300,7 +300,7 @@ class ReplicateGroup(_Hook):
                 )
                 group.gradient_bits = all_reduce.bits
                 group.all_reduces += 1
-            over = Reduction(self._stock, mean_factor(opts.reduceOp, self._stock), group.all_reduce_traffic)
+            over = Reduction(self._stock, mean_factor(opts.reduceOp, self._stock))
             first = 0 if shards is None else shards.rank() * values.numel()
             sample_received(
                 group, values, over, first=first, copies=self._stock.size(), sample_numel=sample_numel
