@@ -84,7 +84,7 @@ class Oracle:
         def reduced(hook: Any, tensors: list[Tensor], opts: Any) -> None:
             all_reduce(hook, tensors, opts)
             mean = tensors[0] / dist.get_world_size()
-            first = hook._group.group.process_group.rank() * len(mean)
+            first = hook._group.view.process_group.rank() * len(mean)
             self.receive(hook._group, mean, first=first, copies=hook._stock.size())
 
         with (
