@@ -18,14 +18,17 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 OTHER_PINS := $(wildcard constraints-torch-$(basename $(VERSION)).txt)
 OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch==$(VERSION)
 
-# An environment of its own for trainers and launchers of other packages. torchtitan asks for older packages than it
-# needs, and DeepSpeed is built from its sources.
+# An environment of its own for trainers and launchers of other packages. `UNRESOLVED` ask for older packages than they
+# need, or for packages that their tests do not need; DeepSpeed is built from its sources.
 ECOSYSTEM := .venv-ecosystem
 ECOSYSTEM_INSTALL := $(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -c constraints-ecosystem.txt
-TRAINERS := accelerate bitsandbytes datasets lightning peft scipy tensorboard torchao transformers trl
+TRAINERS := accelerate bitsandbytes datasets lightning peft scipy sentence-transformers tensorboard torchao transformers trl
 LAUNCHERS := kubeflow_trainer_api 'ray[train]' torchft
 TORCHTITAN_NEEDS := einops spmd_types torch_checkpointing torchdata triton tyro
 DEEPSPEED_NEEDS := einops hjson msgpack ninja psutil py-cpuinfo pydantic tqdm
+OLMO_CORE_NEEDS := bettermap dataclass-extensions google-cloud-storage importlib_resources jmespath
+UNRESOLVED := ai2-olmo-core boto3 botocore cached-path s3transfer
+UNRESOLVED += addict axolotl colorama flashoptim megatron-fsdp nemo-automodel torchtitan
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo docs test test-unit test-slow test-ecosystem gpu-report test-torch test-pytorch check format clean
@@ -64,8 +67,9 @@ test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests with other packages: tr
 $(ECOSYSTEM)/.installed: pyproject.toml constraints.txt constraints-ecosystem.txt
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
 	$(ECOSYSTEM_INSTALL) torch setuptools
-	$(ECOSYSTEM_INSTALL) --no-build-isolation -e . pytest pytest-timeout $(TRAINERS) $(LAUNCHERS) $(TORCHTITAN_NEEDS) $(DEEPSPEED_NEEDS)
-	$(ECOSYSTEM_INSTALL) --no-deps torchtitan
+	$(ECOSYSTEM_INSTALL) --no-build-isolation -e . pytest pytest-timeout $(TRAINERS) $(LAUNCHERS) $(TORCHTITAN_NEEDS) \
+		$(OLMO_CORE_NEEDS) $(DEEPSPEED_NEEDS)
+	$(ECOSYSTEM_INSTALL) --no-deps $(UNRESOLVED)
 	$(ECOSYSTEM_INSTALL) --no-deps --no-build-isolation deepspeed
 	touch $@
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import DDP as ReplicatedModule
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +23,7 @@ from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
 from sdp4bit.engines.fsdp2.api import Skip, quantize_communication
+from sdp4bit.engines.fsdp2.checks import other_engine
 from sdp4bit.engines.handle import CommHandle
 
 FOLDER = "sdp4bit"  # folder of the communication state in a trainer's checkpoint
@@ -62,15 +65,15 @@ def attach(
     modules = [module for root in roots for module in root.modules()]
     if any(isinstance(module, FSDPModule) for module in modules):
         return quantize_communication(model, topology=topology, config=config, skip=skip)
-    wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
-        reason = "it uses FSDP1, which has no communication hooks"
-    elif len(wrappers) > 1:
+    wrappers = [m for m in modules if isinstance(m, DistributedDataParallel | ReplicatedModule)]
+    if len(wrappers) > 1:
         reason = f"{len(wrappers)} DistributedDataParallel modules were passed: attach each of them"
+    elif any(isinstance(m, ReplicatedModule) and replicate.state(m).has_initialized for m in wrappers):
+        reason = "replicate() takes a hook only before the first forward, which has passed"
     elif (wrappers or is_ddp) and skip is not None:
         reason = f"DDP, which it uses, takes no skip={skip!r}"
     elif wrappers or is_ddp:
-        group = wrappers[0].process_group if wrappers else None
+        group = _group_of(wrappers[0]) if wrappers else None
         state = DDPCommState(group, topology=topology, config=config)
         if wrappers:
             wrappers[0].register_comm_hook(state, ddp_comm_hook)
@@ -80,10 +83,21 @@ def attach(
     elif not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         reason = "there is one process, which does not communicate"
     else:
-        reason = "no module of the model is sharded or wrapped"
+        others = (other_engine(root) for root in roots)
+        reason = next(filter(None, others), "no module of the model is sharded or wrapped")
     raise ValueError(
         f"{caller} needs a model that the trainer has prepared with FSDP2 or DDP, but {reason}. {switch}"
     )
+
+
+def _group_of(wrapper: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks that average gradients; `replicate()` keeps its arguments until the first forward."""
+    if isinstance(wrapper, DistributedDataParallel):
+        return wrapper.process_group
+    given = replicate.state(wrapper)._init_kwargs
+    mesh = given.get("device_mesh")
+    group: dist.ProcessGroup | None = given.get("process_group") if mesh is None else mesh.get_group()
+    return group
 
 
 def _register_at_forward(model: nn.Module, state: DDPCommState) -> None:

@@ -1,4 +1,4 @@
-"""The examples of the trainers run, and the first blocks of their pages import existing names."""
+"""The examples of the trainers run, and the first blocks of their pages or sections import existing names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ COMMANDS = {
 }
 PAGES = {
     "trl": "trainers/hf.md",
-    "accelerate": "trainers/accelerate.md",
-    "lightning": "trainers/lightning.md",
+    "accelerate": "trainers/index.md#Accelerate",
+    "lightning": "trainers/index.md#Lightning",
+    "olmo_core": "trainers/index.md#OLMo-core",
     "peft": "lora.md",
 }
 
@@ -48,9 +49,12 @@ def test_example_runs_and_logs_bytes(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PAGES)
-def test_page_begins_with_a_block_whose_imports_exist(package: str) -> None:
+def test_page_or_section_begins_with_a_block_whose_imports_exist(package: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")
-    page = (ROOT / "docs" / PAGES[package]).read_text()
+    name, _, heading = PAGES[package].partition("#")
+    page = (ROOT / "docs" / name).read_text()
+    if heading:
+        page = page.split(f"\n## {heading}\n")[1]
     block = page.split("```python\n")[1].split("```")[0]
     assert page.index("```python") < 200
     tree = ast.parse(block)

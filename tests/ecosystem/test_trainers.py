@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,10 +29,11 @@ PACKAGES = {
     "accelerate": ["accelerate", "transformers"],
     "hf": ["transformers", "accelerate"],
     "lightning": ["lightning"],
+    "olmo_core": ["olmo_core"],
     "torchtitan": ["spmd_types", "tests.ecosystem.titan_device"],
 }
 """Packages of each trainer, by its driver."""
-ENGINES = [*PACKAGES, *(f"{name} DDP" for name in ("accelerate", "hf", "lightning"))]
+ENGINES = [*PACKAGES, *(f"{name} DDP" for name in ("accelerate", "hf", "lightning", "olmo_core"))]
 """The drivers with FSDP2, and those that also train with DDP."""
 
 
@@ -192,11 +194,15 @@ def attach_unsupported() -> None:
     linear = torch.nn.Linear(8, 8)
     fsdp1 = FullyShardedDataParallel(linear, device_id=torch.device("cpu"))
     trainer = SimpleNamespace(strategy=SimpleNamespace(model=fsdp1))
+    replicated = replicate(torch.nn.Linear(8, 8))
+    replicated(torch.ones(1, 8))
+    name = "FullyShardedDataParallel communicates for this model, not FSDP2"
     for expected, attach in {
-        "FSDP1.*fsdp=True": lambda: hf.SDP4BitCallback().on_train_begin(None, None, None, model=fsdp1),
-        "FSDP1.*strategy='ddp'": lambda: lightning.SDP4BitCallback().on_fit_start(trainer, None),
-        "FSDP1.*fsdp_version=2": lambda: accelerate.quantize_communication(None, model=fsdp1),
+        f"{name}.*fsdp=True": lambda: hf.SDP4BitCallback().on_train_begin(None, None, None, model=fsdp1),
+        f"{name}.*strategy='ddp'": lambda: lightning.SDP4BitCallback().on_fit_start(trainer, None),
+        f"{name}.*fsdp_version=2": lambda: accelerate.quantize_communication(None, model=fsdp1),
         "sharded or wrapped": lambda: accelerate.quantize_communication(None, model=linear),
+        "only before the first forward": lambda: accelerate.quantize_communication(None, model=replicated),
         r"no skip=\['a'\]": lambda: accelerate.quantize_communication(
             None, model=DistributedDataParallel(linear), skip=["a"]
         ),

@@ -18,16 +18,19 @@ from sdp4bit.trainers import attachment
         ("accelerate", ["accelerate"]),
         ("lightning", ["lightning"]),
         ("torchtitan", ["torchtitan"]),
+        ("olmo-core", ["olmo_core"]),
+        ("axolotl", ["axolotl"]),
     ],
 )
 def test_a_missing_trainer_is_an_error_that_names_the_extra(
     extra: str, packages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, f"sdp4bit.trainers.{extra}", raising=False)
+    module = f"sdp4bit.trainers.{extra.replace('-', '_')}"
+    monkeypatch.delitem(sys.modules, module, raising=False)
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError) as error:
-        importlib.import_module(f"sdp4bit.trainers.{extra}")
+        importlib.import_module(module)
     assert f"pip install 'sdp4bit[{extra}]'" in str(error.value)
 
 

@@ -32,6 +32,9 @@ _OTHER_ENGINES = {
     "megatron.core.distributed.fsdp.": (
         "sdp4bit does not support Megatron-FSDP: use Megatron-Core's distributed optimizer (docs/megatron.md)"
     ),
+    "torchtitan.experiments.graph_trainer.": (
+        "sdp4bit does not support SimpleFSDP: train with torchtitan's own Trainer, which shards with FSDP2"
+    ),
     "megatron.core.distributed.": "Call sdp4bit.megatron.quantize_communication (docs/megatron.md)",
 }
 """Ways out for models that another engine wraps, by the beginning of its module's name, first match."""
@@ -54,14 +57,19 @@ def local_roots(model: object) -> list[nn.Module]:
     return list(roots)
 
 
-def _unsharded_reason(root: nn.Module) -> str:
+def other_engine(root: nn.Module) -> str:
+    """Return which wrapper of another engine communicates for a model, and the way out; "" if none does."""
     for module in root.modules():
         for cls in type(module).__mro__:
             for prefix, way_out in _OTHER_ENGINES.items():
                 if f"{cls.__module__}.".startswith(prefix):
                     name = f"{cls.__module__}.{cls.__qualname__}"
                     return f"{name} communicates for this model, not FSDP2. {way_out}"
-    return (
+    return ""
+
+
+def _unsharded_reason(root: nn.Module) -> str:
+    return other_engine(root) or (
         f"{type(root).__name__} has no FSDP2 modules: call torch.distributed.fsdp.fully_shard on its "
         "blocks and on itself before sdp4bit.quantize_communication. For DistributedDataParallel and "
         "replicate() use sdp4bit.ddp_comm_hook"
