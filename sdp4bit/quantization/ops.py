@@ -112,6 +112,11 @@ def backend_name(device_type: str) -> str:
     return next((name for name, path in _MODULE.items() if path == module.__name__), "reference")
 
 
+def compile_seconds() -> float:
+    """Return the time in which this process has compiled CPU kernels or has waited for them, in seconds."""
+    return _loaded["numba"].compile_seconds() if "numba" in _loaded else 0.0
+
+
 @contextmanager
 def use_backend(name: BackendName) -> Iterator[None]:
     """Run every operator inside the block on the named back end (for tests and measurements).

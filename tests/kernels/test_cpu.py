@@ -9,8 +9,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -20,11 +23,14 @@ from tests import ROOT
 
 pytest.importorskip("numba", reason="needs numba")
 
+import numba
+
 from sdp4bit.kernels.cases import KEY, SHAPES, Shape, guarded_messages, make_values, whole
 from sdp4bit.kernels.cpu import backend as cpu
 from sdp4bit.kernels.cpu import kernels as cpu_kernels
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
+from tests.kernels import compiled_once
 from tests.kernels.byte_tests import ByteTests
 
 
@@ -104,13 +110,60 @@ class TestCalls:
         finally:
             cpu._parallel.leave()
 
-    def test_kernels_compile_where_no_cache_can_be_written(self):
-        def decorator(*args: object, cache: bool = False) -> Callable[[object], tuple]:
-            if cache:
-                raise RuntimeError("cannot cache function: no locator available")
-            return lambda function: (function, args)
+    @pytest.mark.parametrize("missing", ["cache", "lock"])
+    def test_kernels_compile_without_a_cache_or_a_lock(self, missing, monkeypatch, caplog, tmp_path):
+        """numba finds no folder to write to; the file system has no locks."""
 
-        assert cpu_kernels._compile(decorator, len, "signature") == (len, ("signature",))
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise RuntimeError("no locator available") if missing == "cache" else OSError
+
+        monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(cpu_kernels, "_is_announced", False)
+        attempt = (cpu_kernels, "njit") if missing == "cache" else (cpu_kernels.fcntl, "lockf")
+        monkeypatch.setattr(*attempt, refuse)
+        signature = numba.types.int64(numba.types.int64)
+        assert cpu_kernels._compile(numba.njit, compiled_once.doubled, signature)(4) == 8
+        where = "in every process, because numba cannot" if missing == "cache" else "once per machine"
+        assert caplog.text.count("compiling CPU kernels") == 1 and where in caplog.text
+        assert list(tmp_path.rglob("*.nbi")) == [] or missing == "lock"
+
+
+def compile_one(folder: Path, *, seconds: float) -> subprocess.Popen[str]:
+    """Start a process that compiles into a cache in the folder."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.kernels.compiled_once", str(folder / "log"), str(seconds)],
+        cwd=ROOT,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class TestCompilation:
+    """Processes of one machine that need the same kernel at once."""
+
+    def test_one_process_compiles_and_says_so(self, tmp_path):
+        processes = [compile_one(tmp_path, seconds=1) for _ in range(3)]
+        errors = "".join(process.communicate(timeout=120)[1] for process in processes)
+        assert [process.returncode for process in processes] == [0, 0, 0], errors
+        assert (tmp_path / "log").read_text().count("\n") == 1
+        assert errors.count("\n") == 1
+        assert errors.startswith("sdp4bit: compiling CPU kernels, once per machine (about ")
+
+    def test_the_others_continue_if_it_is_killed(self, tmp_path):
+        log = tmp_path / "log"
+        killed = compile_one(tmp_path, seconds=1000)
+        while not log.exists():
+            assert killed.poll() is None
+            time.sleep(0.05)
+        waiting = compile_one(tmp_path, seconds=0)
+        with pytest.raises(subprocess.TimeoutExpired):
+            # It imports torch and numba for seconds, and would then end.
+            waiting.communicate(timeout=15)
+        killed.kill()
+        killed.communicate()
+        assert waiting.wait(timeout=60) == 0
+        assert log.read_text().split() == [str(killed.pid), str(waiting.pid)]
 
 
 def run_python(code: str, *, timeout: float = 280, **environment: str) -> str:

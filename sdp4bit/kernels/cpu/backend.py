@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from ctypes import c_float
 from functools import lru_cache
 
@@ -94,6 +96,9 @@ class _Compiled:
         self._lock = threading.Lock()
         self._addresses: dict[tuple[Callable[..., None], kernels.Flags], int] = {}
         self._runners: dict[Callable[..., None], Callable[[int, int, int], None]] = {}
+        self._sum_words: Callable[..., int] | None = None
+        self.seconds = 0.0
+        """Time in which this process has compiled or loaded kernels, or has waited for them."""
 
     def run(
         self,
@@ -104,12 +109,28 @@ class _Compiled:
     ) -> None:
         """Run a kernel, compiled for its flags, with the parameters in a block of memory."""
         if runner not in self._runners or kernel not in self._addresses:
-            with self._lock:
+            with self._compiling():
                 if runner not in self._runners:
                     self._runners[runner] = kernels.compile_runner(runner)
                 if kernel not in self._addresses:
                     self._addresses[kernel] = kernels.compile_kernel(*kernel)
         self._runners[runner](self._addresses[kernel], threads, block)
+
+    def sum_words(self, *args: object) -> int:
+        """Return `kernels.sum_words`, compiled, of the arguments."""
+        if self._sum_words is None:
+            with self._compiling():
+                self._sum_words = self._sum_words or kernels.compile_sum_words()
+        return self._sum_words(*args)
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        with self._lock:
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.seconds += time.perf_counter() - start
 
 
 _workspace = _Workspace()
@@ -160,6 +181,11 @@ def _run(
                 numba.set_num_threads(previous)
     finally:
         _parallel.leave()
+
+
+def compile_seconds() -> float:
+    """See :func:`sdp4bit.quantization.ops.compile_seconds`."""
+    return _compiled.seconds
 
 
 def _float_bits(number: float) -> int:
@@ -390,4 +416,4 @@ def dequantize_reduce_pieces(
 def add_checksum(values: Tensor, *, out: Tensor) -> None:
     """See :func:`sdp4bit.quantization.ops.add_checksum`."""
     words, factors = words_of(values), stripe_factors(values.device)
-    out += kernels.sum_words(words.numpy(), factors.numpy(), STRIPE_WORDS, signed64(GOLDEN))
+    out += _compiled.sum_words(words.numpy(), factors.numpy(), STRIPE_WORDS, signed64(GOLDEN))
