@@ -16,7 +16,7 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is missing: pip install accelerate") from None
 
-from sdp4bit.trainers.accelerate import log_values, quantize_communication
+from sdp4bit.trainers.accelerate import quantize_communication
 
 WIDTH = 256
 
@@ -55,7 +55,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            accelerator.print({"loss": loss.item(), **log_values(comm)})
+            accelerator.print({"loss": loss.item(), **comm.log_values()})
 
     with tempfile.TemporaryDirectory() as folder:
         folder = accelerator.gather_for_metrics([folder], use_gather_object=True)[0]  # rank 0's, for all

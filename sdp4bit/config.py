@@ -280,8 +280,11 @@ class AlertConfig:
         return replace(self, gradient_error=gradient, weight_error=weight)
 
 
-PRESETS = ("sdp4bit", "sdp4bit-w3g3.5", "sdp4bit-w2g3", "sdp4bit-w2g2")
-"""Names for `SDP4BitConfig.preset`."""
+PRESETS = (
+    *("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit-paper"),
+    *("sdp4bit", "sdp4bit-w3g3.5", "sdp4bit-w2g3", "sdp4bit-w2g2"),
+)
+"""Names for `SDP4BitConfig.preset`: the paper's ablation (Table 6) in its order, then our own."""
 
 
 @_suggests_names
@@ -340,12 +343,25 @@ class SDP4BitConfig:
         sdp4bit-w2g3, sdp4bit-w2g2: weight differences of 2 bits, and gradients of 3 or 2 bits between nodes,
         in smaller groups. They send 0.70 and 0.57 bytes per parameter instead of 1.02 at a higher loss
         (docs/numerics.md).
+        sdp4bit-paper: the paper's SDP4Bit, which is qwd and tlq-hs. Its ablation quantizes rows as a unit:
+        baseline nothing; qw the weights, qwd their differences in 4 bits; ulq gradients in 4 bits at both
+        hops, tlq in 8 bits inside a node and 4 bits between nodes, tlq-hs after a Hadamard transform.
 
         Raises:
             ValueError: the name is unknown.
         """
-        narrow = WeightConfig(bits=2, group_size=256)
+        narrow, differences = WeightConfig(bits=2, group_size=256), WeightConfig()
+        tlq_hs = GradientConfig(inter_rounding="stochastic", exact_own=False)
+        tlq = replace(tlq_hs, hadamard=False)
+        paper = functools.partial(cls, weights=None, gradients=None, separate_parameters=False)
         presets = {
+            "baseline": paper(),
+            "qw": paper(weights=WeightConfig(mode="direct")),
+            "qwd": paper(weights=differences),
+            "ulq": paper(gradients=replace(tlq, intra_bits=4)),
+            "tlq": paper(gradients=tlq),
+            "tlq-hs": paper(gradients=tlq_hs),
+            "sdp4bit-paper": paper(weights=differences, gradients=tlq_hs),
             "sdp4bit": cls(),
             "sdp4bit-w3g3.5": cls(
                 weights=WeightConfig(bits=3, group_size=128), gradients=GradientConfig(inter_bits=3.5)

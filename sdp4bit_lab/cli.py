@@ -15,8 +15,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sdp4bit import __version__
+from sdp4bit_lab.common.files import shorten_warnings
+from sdp4bit_lab.common.settings import EXIT_SETTING, SettingError
 
 if TYPE_CHECKING:
+    from sdp4bit_lab.common.launch.config import RanksConfig
     from sdp4bit_lab.compare.config import CompareConfig, DemoConfig
     from sdp4bit_lab.plan.config import PlanConfig, ProbeConfig
     from sdp4bit_lab.pretrain.config.checkpoint import ExportConfig
@@ -46,6 +49,8 @@ class Command:
     """Fields that `--help` lists; () for all. `--help-all` always lists all."""
     takes_reference_flags: bool = False
     """Whether to accept flags of the reference implementation that have no effect here."""
+    summary: str
+    """Line in the list of commands."""
     run: Callable[[Any], int]
     """Return the exit code. The docstring is the command's description."""
 
@@ -62,7 +67,6 @@ class Command:
             SettingError: conflicting options, or a missing package.
         """
         from sdp4bit_lab.common.options import format_help, parse_with_tyro, parse_without_tyro
-        from sdp4bit_lab.common.settings import SettingError
 
         missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
@@ -95,12 +99,12 @@ COMMANDS: dict[str, Command] = {}
 
 
 def _command(
-    name: str, *, shown: str = "", **options: Any
+    name: str, *, summary: str, shown: str = "", **options: Any
 ) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
     """Return a decorator that registers a command."""
 
     def register(run: Callable[[Any], int]) -> Callable[[Any], int]:
-        COMMANDS[name] = Command(name=name, run=run, shown=shown.split(), **options)
+        COMMANDS[name] = Command(name=name, summary=summary, run=run, shown=shown.split(), **options)
         return run
 
     return register
@@ -108,6 +112,7 @@ def _command(
 
 @_command(
     "pretrain",
+    summary="train a GPT with quantized communication",
     settings="sdp4bit_lab.pretrain.config.pretrain:PretrainConfig",
     packages=_TRAINING,
     takes_reference_flags=True,
@@ -125,13 +130,13 @@ def _pretrain(config: PretrainConfig) -> int:
 
         print_dry_run(config)
         return 0
-    from sdp4bit_lab.common.launch.local import run_on_ranks
-
-    return run_on_ranks("sdp4bit_lab.pretrain.trainer:pretrain", config=config, parallel=config.parallel)
+    config.checkpoint.check_load()
+    return _run_on_ranks("sdp4bit_lab.pretrain.trainer:pretrain", config, config.parallel)
 
 
 @_command(
     "compare",
+    summary="train with several strategies and seeds, and compare the losses",
     settings="sdp4bit_lab.compare.config:CompareConfig",
     packages=(*_TRAINING, "matplotlib", "scipy"),
     takes_reference_flags=True,
@@ -148,15 +153,17 @@ def _compare(config: CompareConfig) -> int:
         merge_comparisons(config)
         return 0
     from sdp4bit_lab.common.launch.config import RanksConfig
-    from sdp4bit_lab.common.launch.local import run_on_ranks
 
     # With --jobs, this process starts the ranks of every run itself.
     parallel = config.parallel if config.jobs == 1 else RanksConfig(nproc_per_node=1)
-    return run_on_ranks("sdp4bit_lab.compare.run:compare", config=config, parallel=parallel)
+    return _run_on_ranks("sdp4bit_lab.compare.run:compare", config, parallel)
 
 
 @_command(
-    "demo", settings="sdp4bit_lab.compare.config:DemoConfig", packages=(*_TRAINING, "matplotlib", "scipy")
+    "demo",
+    summary="show the gain with a small GPT: step times on slow links, then losses",
+    settings="sdp4bit_lab.compare.config:DemoConfig",
+    packages=(*_TRAINING, "matplotlib", "scipy"),
 )
 def _demo(config: DemoConfig) -> int:
     """Train a small GPT on 4 local processes that represent 2 nodes of 2 ranks: first with plain FSDP2, then
@@ -173,6 +180,7 @@ def _demo(config: DemoConfig) -> int:
 
 @_command(
     "export",
+    summary="write a checkpoint as a Hugging Face model",
     settings="sdp4bit_lab.pretrain.config.checkpoint:ExportConfig",
     packages=("tyro", "rich", "safetensors", "tokenizers"),
 )
@@ -187,6 +195,7 @@ def _export(config: ExportConfig) -> int:
 
 @_command(
     "preprocess",
+    summary="tokenize documents for --data-path",
     settings="sdp4bit_lab.pretrain.data.preprocess:PreprocessConfig",
     packages=("tyro", "rich", "tokenizers"),
 )
@@ -200,6 +209,7 @@ def _preprocess(config: PreprocessConfig) -> int:
 
 @_command(
     "plan",
+    summary="predict the gain on a cluster",
     settings="sdp4bit_lab.plan.config:PlanConfig",
     packages=("tyro", "rich", *_CONFIG_FILE),
     shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
@@ -214,25 +224,29 @@ def _plan(config: PlanConfig) -> int:
     return run_plan(config)
 
 
-@_command("probe", settings="sdp4bit_lab.plan.config:ProbeConfig", packages=("tyro", *_CONFIG_FILE))
+@_command(
+    "probe",
+    summary="measure a cluster for plan",
+    settings="sdp4bit_lab.plan.config:ProbeConfig",
+    packages=("tyro", *_CONFIG_FILE),
+)
 def _probe(config: ProbeConfig) -> int:
     """Measure intra-node and inter-node bandwidth and quantization speed for `sdp4bit plan --probe`. Starts
     --nproc-per-node processes on this machine, or uses the processes that torchrun started."""
-    from sdp4bit_lab.common.launch.local import run_on_ranks
-
-    return run_on_ranks(
-        "sdp4bit_lab.plan.probe:probe", config=config, parallel=config.parallel, leaves_early=False
-    )
+    return _run_on_ranks("sdp4bit_lab.plan.probe:probe", config, config.parallel, leaves_early=False)
 
 
-@_command("selftest", settings="sdp4bit_lab.selftest.config:SelftestConfig", packages=())
+@_command(
+    "selftest",
+    summary="check that the library works on these machines",
+    settings="sdp4bit_lab.selftest.config:SelftestConfig",
+    packages=(),
+)
 def _selftest(config: SelftestConfig) -> int:
     """Check that the library works on these machines, and whether it is faster there. Compares kernels with
     the reference, collectives on the real network with a simulation, and a short training run with plain
     FSDP2. Needs torchrun or --nproc-per-node, or --ranks-as-threads on a single GPU; one rank checks the
     kernels only."""
-    from sdp4bit_lab.common.launch.local import run_on_ranks
-
     if config.device == "cpu":
         # Before torch.cuda is first queried, because visible GPUs would select NCCL.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -240,13 +254,12 @@ def _selftest(config: SelftestConfig) -> int:
         from sdp4bit_lab.selftest.command import selftest_on_threads
 
         return selftest_on_threads(config, size=config.ranks_as_threads)
-    return run_on_ranks(
-        "sdp4bit_lab.selftest.command:selftest", config=config, parallel=config.parallel, leaves_early=False
-    )
+    return _run_on_ranks("sdp4bit_lab.selftest.command:selftest", config, config.parallel, leaves_early=False)
 
 
 @_command(
     "report",
+    summary="write an HTML page about training runs",
     settings="sdp4bit_lab.report.command:ReportConfig",
     packages=("tyro", "jinja2", "plotly", "rich", "scipy"),
 )
@@ -259,8 +272,19 @@ def _report(config: ReportConfig) -> int:
     return 0
 
 
+def _run_on_ranks(program: str, config: object, parallel: RanksConfig, **options: Any) -> int:
+    """Import torch, and call `run_on_ranks`."""
+    from sdp4bit_lab.common.phases import start_phases
+
+    start_phases("importing torch")
+    from sdp4bit_lab.common.launch.local import run_on_ranks
+
+    return run_on_ranks(program, config=config, parallel=parallel, **options)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 0, 2 for a wrong setting, 1, 3 or 128 + signal for a failed run."""
+    shorten_warnings()
     try:
         code = _main(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -283,13 +307,9 @@ def _main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["--version"]:
         print(f"sdp4bit {__version__}")
         return 0
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(_overview())
-        return 0
-    from sdp4bit_lab.common.settings import SettingError
-
-    if not arguments:
-        raise SettingError(f"no command given: use one of {', '.join(COMMANDS)}")
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else EXIT_SETTING
     if arguments[0] not in COMMANDS:
         near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
@@ -299,10 +319,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _overview() -> str:
-    """List the commands without importing their settings."""
-    lines = ["usage: sdp4bit COMMAND [options]", "", *textwrap.wrap(_ABOUT, 80), "", "commands:"]
-    for name, command in COMMANDS.items():
-        lines += textwrap.wrap(
-            f"{name:12}{command.description}", 80, initial_indent="  ", subsequent_indent=" " * 14
-        )
-    return "\n".join(lines)
+    """List the commands, one per line, without importing their settings."""
+    commands = (f"  {name:12}{command.summary}" for name, command in COMMANDS.items())
+    head = ("usage: sdp4bit COMMAND [options]", "", *textwrap.wrap(_ABOUT, 80), "", "commands:")
+    return "\n".join([*head, *commands])

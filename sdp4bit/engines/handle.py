@@ -21,6 +21,7 @@ from sdp4bit.observe.explain import render, row_of, wrapped
 from sdp4bit.observe.measures import Measurement
 from sdp4bit.observe.stats import GroupStats, ModelState, Stats
 from sdp4bit.observe.timing import StepTimes, time_steps
+from sdp4bit.traffic import format_bytes
 
 logger = logging.getLogger("sdp4bit")
 
@@ -98,17 +99,7 @@ class CommHandle(ABC):
     def _log_attached(self) -> None:
         """Log one line on rank 0; called once all quantizers are set."""
         if dist.get_rank() == 0:
-            groups = self.groups
-            shapes = dict.fromkeys(g.layout.describe() for g in groups)
-            logger.info(
-                "%s: %d parameter groups on %s ranks (nodes x ranks per node); weights of %d and gradients "
-                "of %d are quantized, comm.explain() lists them",
-                type(self).__name__,
-                len(groups),
-                ", ".join(shapes) or "no",
-                sum(group.replica is not None for group in groups),
-                sum(bool(group.gradient_quantizers) for group in groups),
-            )
+            logger.info("%r, comm.explain() lists them", self)
 
     @abstractmethod
     def mark_step(self) -> None:
@@ -149,17 +140,32 @@ class CommHandle(ABC):
         """Communication of each parameter group: `replica`, `reduction`, `refreshes`, counters."""
         return self._state.groups
 
-    def explain(self) -> str:
+    def __repr__(self) -> str:
+        """Describe the model's communication in one line."""
+        if self._removed:
+            return f"{type(self).__name__}: removed"
+        groups, stats = self.groups, self.stats()
+        shapes = dict.fromkeys(f"{g.layout.nodes} x {g.layout.ranks_per_node}" for g in groups)
+        text = (
+            f"{type(self).__name__}: {len(groups)} parameter groups on {', '.join(shapes) or 'no'} ranks "
+            f"(nodes x ranks per node); weights of {sum(g.replica is not None for g in groups)} and "
+            f"gradients of {sum(bool(g.gradient_quantizers) for g in groups)} are quantized"
+        )
+        ratio, sent = stats["compression_ratio"], format_bytes(stats["last_step"]["inter_bytes"])
+        return text if ratio is None else f"{text}; step {stats['steps']}: {sent} inter-node ({ratio:.2f}x)"
+
+    def explain(self, *, full: bool = False) -> str:
         """Return a table with each group's quantization (or the reason for none) and bytes of the last step.
 
-        After the first step it also mentions `time_steps`, because fewer bytes may not save time.
+        Groups that differ only in their names are one row, with the numbers of each, unless `full`. After the
+        first step it also mentions `time_steps`, because fewer bytes may not save time.
         """
         if self._removed:
             return "removed: the model communicates as without sdp4bit"
         if not self._is_quantized:
             return "inside full_precision(): the model communicates as without sdp4bit"
         state = self._state
-        table = render([row_of(group, state.traffic_of(group)) for group in state.groups])
+        table = render([row_of(group, state.traffic_of(group)) for group in state.groups], full=full)
         hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
         return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
 
@@ -187,6 +193,23 @@ class CommHandle(ABC):
         if self._last_stats is not None:
             return self._last_stats[0]
         return self._state.stats()
+
+    def log_values(self) -> dict[str, float]:
+        """Return this rank's statistics as a flat dictionary for a log; cheap, never waits.
+
+        Returns:
+            "sdp4bit/inter_bytes", "sdp4bit/intra_bytes", "sdp4bit/compression_ratio": of the last step.
+            "sdp4bit/full_refreshes": total so far.
+            "sdp4bit/weight_drift", "sdp4bit/weight_error", "sdp4bit/gradient_error": of the last measured
+            step, if any. Empty before the first step.
+        """
+        stats: Mapping[str, Any] = self.stats()
+        if not stats["last_step"]["collectives"]:
+            return {}
+        names = ("compression_ratio", "full_refreshes", "weight_drift", "weight_error", "gradient_error")
+        values = {**stats["last_step"], **{name: stats[name] for name in names}}
+        logged = ("inter_bytes", "intra_bytes", *names)
+        return {f"sdp4bit/{name}": float(values[name]) for name in logged if values[name] is not None}
 
     def group_stats(self) -> list[GroupStats]:
         """Return one dictionary per group with this rank's statistics; cheap, never waits.

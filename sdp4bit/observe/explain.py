@@ -136,12 +136,16 @@ def one_hop_note(layouts: Iterable[Nodes]) -> str:
     )
 
 
-def render(rows: Sequence[Row]) -> str:
-    """Return the table in 80 columns: numbers and descriptions of each group, then totals."""
+def render(rows: Sequence[Row], *, full: bool = False) -> str:
+    """Return the table in 80 columns: numbers and descriptions of each group, then totals.
+
+    Groups that differ only in their names are one line, unless `full`.
+    """
+    total = sum((row.sent for row in rows), Traffic())
+    rows = rows if full else _merged(rows)
     lines = [_HEADER]
     for row in rows:
         lines.append((row.name, f"{row.shard_numel:,}", row.ranks, *_bytes(row.sent)))
-    total = sum((row.sent for row in rows), Traffic())
     lines.append(("total", "", "", *_bytes(total)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
     # Longer names get a line of their own.
@@ -154,6 +158,17 @@ def render(rows: Sequence[Row]) -> str:
             line += "\n" + wrapped(text, first=first, others=" " * len(first))
         rendered.append(line)
     return "\n".join([*rendered, totals])
+
+
+def _merged(rows: Sequence[Row]) -> list[Row]:
+    """Return one row for all that differ only in their names."""
+    alike: dict[Row, list[str]] = {}
+    for row in rows:
+        alike.setdefault(replace(row, name=""), []).append(row.name)
+    return [
+        replace(row, name=first if not more else f"{first} to {more[-1]}, each of {1 + len(more)}")
+        for row, (first, *more) in alike.items()
+    ]
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -11,14 +11,11 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.fsdp2.api import Skip
 from sdp4bit.engines.handle import CommHandle
 from sdp4bit.trainers import attachment
-from sdp4bit.trainers.attachment import log_values
 
 try:
     from accelerate import Accelerator
 except ImportError as error:
     raise attachment.missing("accelerate", error) from error
-
-__all__ = ["log_values", "quantize_communication"]
 
 _SWITCH = (
     "On several processes Accelerate uses DDP, and FSDP2 with "
@@ -38,7 +35,7 @@ def quantize_communication(
     """Quantize the communication of a prepared model; save_state and load_state include its state.
 
     Call it on every rank, directly after `model, optimizer = accelerator.prepare(model, optimizer)`. To log
-    statistics, call `accelerator.log({"loss": loss, **log_values(comm)})`.
+    statistics, call `accelerator.log({"loss": loss, **comm.log_values()})`.
 
     Args:
         model: the model that `accelerator.prepare` returned.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -27,8 +26,6 @@ from sdp4bit.engines.fsdp2.checks import other_engine
 from sdp4bit.engines.handle import CommHandle
 
 FOLDER = "sdp4bit"  # folder of the communication state in a trainer's checkpoint
-PREFIX = "sdp4bit/"  # prefix of the names in a trainer's logs
-_MEASURES = ("weight_drift", "weight_error", "gradient_error")
 
 
 def missing(extra: str, cause: ImportError) -> ImportError:
@@ -110,28 +107,6 @@ def _register_at_forward(model: nn.Module, state: DDPCommState) -> None:
             wrapper.register_comm_hook(state, ddp_comm_hook)
 
     hook = register_module_forward_pre_hook(before_forward)
-
-
-def log_values(comm: CommHandle) -> dict[str, float]:
-    """Return this rank's statistics for a trainer's log; cheap, never waits.
-
-    Returns:
-        "sdp4bit/inter_bytes", "sdp4bit/intra_bytes", "sdp4bit/compression_ratio": of the last step.
-        "sdp4bit/full_refreshes": total so far.
-        "sdp4bit/weight_drift", "sdp4bit/weight_error", "sdp4bit/gradient_error": of the last measured step,
-        if any. Empty before the first step.
-    """
-    stats = comm.stats()
-    if not stats["total"]["collectives"] or not stats["last_step"]["collectives"]:
-        return {}
-    values: dict[str, Any] = {
-        "inter_bytes": stats["last_step"]["inter_bytes"],
-        "intra_bytes": stats["last_step"]["intra_bytes"],
-        "compression_ratio": stats["compression_ratio"],
-        "full_refreshes": stats["full_refreshes"],
-        **{name: stats[name] for name in _MEASURES},  # type: ignore[literal-required]
-    }
-    return {PREFIX + name: float(value) for name, value in values.items() if value is not None}
 
 
 def save(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:

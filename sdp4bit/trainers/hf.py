@@ -118,7 +118,7 @@ class SDP4BitCallback(TrainerCallback):
         """Add this rank's statistics to the training log and to the Trainer's log history."""
         if self.comm is None or not self.comm.is_attached or logs is None or "loss" not in logs:
             return
-        values = attachment.log_values(self.comm)
+        values = self.comm.log_values()
         logs.update(values)
         if state.log_history:
             state.log_history[-1].update(values)

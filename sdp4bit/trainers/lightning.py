@@ -94,7 +94,7 @@ class SDP4BitCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.comm is not None and self.comm.is_attached:
-            pl_module.log_dict(attachment.log_values(self.comm))
+            pl_module.log_dict(self.comm.log_values())
 
 
 def _save_with(trainer: Trainer, comm: CommHandle) -> None:

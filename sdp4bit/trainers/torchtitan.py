@@ -74,7 +74,7 @@ class SDP4BitTrainer(Trainer):
         own = processor.log
 
         def log(*args: Any, extra_metrics: dict[str, Any] | None = None, **options: Any) -> None:
-            own(*args, extra_metrics={**(extra_metrics or {}), **attachment.log_values(self.comm)}, **options)
+            own(*args, extra_metrics={**(extra_metrics or {}), **self.comm.log_values()}, **options)
 
         processor.log = log
 

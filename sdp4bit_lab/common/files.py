@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,17 @@ def note(text: str) -> None:
     """Print a line to standard error."""
     sys.stderr.write(f"sdp4bit: {text}\n")
     sys.stderr.flush()
+
+
+def shorten_warnings() -> None:
+    """Print warnings in one line, our own without their place in the code."""
+
+    def one_line(message: object, category: type, filename: str, lineno: int, line: object = None) -> str:
+        text = " ".join(str(message).split())
+        ours = f"sdp4bit: warning: {text.removeprefix('sdp4bit: ')}\n"
+        return ours if text.startswith("sdp4bit: ") else f"{filename}:{lineno}: {category.__name__}: {text}\n"
+
+    warnings.formatwarning = one_line
 
 
 def wrapped(lines: Iterable[str]) -> str:

@@ -35,6 +35,7 @@ class Option:
     default: str
     """Default value, or the text after "Default:" in the docstring; empty for none."""
     text: str
+    is_required: bool = False
 
 
 def options_of(settings: type) -> Iterator[Option]:
@@ -53,6 +54,7 @@ def options_of(settings: type) -> Iterator[Option]:
                 value=_value(get_type_hints(part)[field.name]),
                 default=default.rstrip(".") or _default(field.default),
                 text=text,
+                is_required=field.default is MISSING and field.default_factory is MISSING,
             )
 
 
@@ -153,21 +155,42 @@ def parse_with_tyro(settings: type[T], arguments: Sequence[str], *, prog: str, d
                 return tyro.cli(settings, prog=prog, args=list(arguments), config=config)
             return tyro.cli(settings, prog=prog, args=list(arguments), config=config, default=default)
     except SystemExit:
-        raise SettingError(_message(printed.getvalue(), settings)) from None
+        raise SettingError(_message(printed.getvalue(), settings, arguments)) from None
 
 
-def _message(box: str, settings: type) -> str:
+def _message(box: str, settings: type, arguments: Sequence[str]) -> str:
     """Extract the message from the box that tyro prints around an error."""
     lines = [line.strip("│ ") for line in box.splitlines()]
     # The title is part of the box, or is underlined if the encoding lacks box characters.
     body = lines[1:] if box.startswith("╭") else lines[2:]
     message = " ".join(itertools.takewhile(lambda line: not line.startswith(("──", "-----", "╰")), body))
-    wrong = re.match(r"invalid choice '(.*)' for argument '(--[\w-]+)", message)
-    if wrong is None:
-        return message
-    # tyro lists the choices in arbitrary order.
-    choices = next(each.value.strip("{}") for each in options_of(settings) if wrong[2] in each.flags)
-    return f"{wrong[2]} {wrong[1]}: use one of {choices.replace(',', ', ')}"
+    typed = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    options = list(options_of(settings))
+    missing = [each for each in options if each.is_required and not set(each.flags) & set(typed)]
+    if missing:
+        names = ", ".join(f"{each.flags[0]} {each.value}" for each in missing)
+        return f"missing {names} (see --help)"
+    found = re.search(r"--[\w-]+", message)
+    option = next((each for each in options if found is not None and found[0] in each.flags), None)
+    return message if option is None else _wrong_value(message, option, arguments, typed)
+
+
+def _wrong_value(message: str, option: Option, arguments: Sequence[str], typed: Sequence[str]) -> str:
+    """Reword an error of a parser in terms of the option as it was typed."""
+    place, flag = next(
+        ((i, name) for i, name in enumerate(typed) if name in option.flags), (0, option.flags[0])
+    )
+    _, equals, value = arguments[place].partition("=")
+    value = value if equals else " ".join(arguments[place + 1 : place + 2])
+    expected = {"N": "an integer", "X": "a number"}.get(option.value.removesuffix(" ..."))
+    if message.startswith("Missing value"):
+        return f"{flag} needs a value"
+    if wrong := re.match(r"invalid choice '(.*)' for", message):
+        # tyro lists the choices in arbitrary order.
+        return f"{flag} {wrong[1]}: use one of {option.value.strip('{}').replace(',', ', ')}"
+    if expected and re.search("Error parsing|invalid (int|float) value", message):
+        return f"{flag} {value}: {expected} is expected"
+    return message
 
 
 def _check_known(settings: type, arguments: Sequence[str], *, prog: str) -> None:
@@ -216,7 +239,11 @@ def parse_without_tyro(settings: type[T], arguments: Sequence[str], *, prog: str
     try:
         parsed, rest = parser.parse_known_args(spelled)
     except argparse.ArgumentError as error:
-        raise SettingError(str(error)) from None
+        option = next(
+            each for each in options_of(settings) if (error.argument_name or "").split("/")[0] in each.flags
+        )
+        names = [name for name, _, _ in pairs]
+        raise SettingError(_wrong_value(str(error), option, arguments, names)) from None
     require(not rest, f"Unrecognized options: {' '.join(rest)}")
     for place, value in vars(parsed).items():
         section, name = place.split(".")

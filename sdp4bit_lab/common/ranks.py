@@ -18,10 +18,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from sdp4bit.collectives.errors import ExchangeError, comm_error_context, is_communication_failure
 from sdp4bit_lab.common.failures import as_run_error, is_failure, one_line
+from sdp4bit_lab.common.launch.signals import listen
 from sdp4bit_lab.common.launch.store import join_store
 from sdp4bit_lab.common.settings import RunError
 
 T = TypeVar("T")
+_JOB, _LISTENS = "sdp4bit job", "listens"
+"""Prefix of the keys that survive restarts, and the key of ranks that record signals."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
         if not alone:
             store, rank, world_size = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
-            job_store = PrefixStore("sdp4bit job", store)
+            job_store = PrefixStore(_JOB, store)
             store, job = join_store(store, rank=rank, world_size=world_size, timeout=timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -107,6 +110,19 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
         )
     finally:
         dist.destroy_process_group()
+
+
+def listen_on_rank(ranks: Ranks) -> None:
+    """Record signals instead of terminating, and let the launcher know; see `listen`."""
+    listen()
+    if ranks.is_first and ranks.job_store is not None:
+        ranks.job_store.set(_LISTENS, "")
+
+
+def ranks_listen(store: Store) -> bool:
+    """Return whether the ranks of this launcher's store have called `listen_on_rank`."""
+    listen: bool = PrefixStore(_JOB, store).check([_LISTENS])
+    return listen
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:

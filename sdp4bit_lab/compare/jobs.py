@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sdp4bit_lab.common.launch.local import end_with_parent, run_on_ranks, start
+from sdp4bit_lab.common.launch.child import end_with_parent
+from sdp4bit_lab.common.launch.local import run_on_ranks, start
 from sdp4bit_lab.common.launch.signals import received
 from sdp4bit_lab.common.ranks import Ranks, run_on_all_ranks
 from sdp4bit_lab.compare.finished_run import FinishedRun, environment

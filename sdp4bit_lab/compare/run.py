@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from sdp4bit_lab.common.files import note
-from sdp4bit_lab.common.launch.signals import received
+from sdp4bit_lab.common.launch.signals import listen, received
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, run_on_all_ranks
 from sdp4bit_lab.common.settings import EXIT_FAILED, SettingError, require
 from sdp4bit_lab.compare.config import CompareConfig
@@ -75,6 +75,7 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
     stopped: str | None = None
     failed: list[str] = []
     if config.jobs > 1:
+        listen()
         for job, code in train_at_once(remaining, most=config.jobs):
             if code and received() is None:
                 failed.append(f"{job.label}, seed {job.config.seed} (exit code {code})")

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import aligned, wrapped
-from sdp4bit_lab.plan.config import PlanConfig
+from sdp4bit_lab.plan.config import ClusterConfig, PlanConfig
 from sdp4bit_lab.plan.costs import Cluster, StepCost
 from sdp4bit_lab.plan.devices import MEMORY_SHARE
 from sdp4bit_lab.plan.layout import Range
@@ -115,7 +115,11 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
         shards, replicas = (each.describe() for each in (plan.grid, plan.replicas))
         placement = f"nodes x ranks: shards {shards}, replicas {replicas}"
     between = f"{_rate(shared or cluster.inter_bandwidth)} inter-node (per node and direction), "
+    example = (
+        "no cluster is given (--device, --nodes, --probe or --cluster): this is the paper's, as an example"
+    )
     lines = [
+        *([example] if config.cluster == ClusterConfig() else []),
         f"{config.model_name}: {config.parameters / 1e9:.3f} billion parameters, "
         f"{plan.parameters / 1e9:.3f} in a data-parallel group",
         f"{cluster.name}: {cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.devices_per_node} "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from sdp4bit.collectives.errors import ExchangeError, is_communication_failure
+from sdp4bit.quantization.ops import compile_seconds
 from sdp4bit_lab.common.ranks import Ranks, sum_over_ranks
 from sdp4bit_lab.pretrain.checkpoint_files import Progress
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
@@ -78,7 +79,7 @@ class TrainingLoop:
 
     def _step(self, stop_code: Callable[[int], int]) -> StepMetrics:
         config = self.config
-        start = time.perf_counter()
+        start, compiled_before = time.perf_counter(), compile_seconds()
         learning_rate = learning_rate_at(
             self.progress.step,
             config=config.optimizer,
@@ -92,17 +93,20 @@ class TrainingLoop:
         def numbers() -> list[float]:
             # After backward, a step sends nothing but these numbers.
             sent = self._newly_sent()
-            return [sent["intra_bytes"], sent["inter_bytes"], stop_code(self.progress.step + 1)]
+            compiled = compile_seconds() - compiled_before
+            return [sent["intra_bytes"], sent["inter_bytes"], compiled, stop_code(self.progress.step + 1)]
 
         outcome = self._step_of_model.run(batches, numbers=numbers)
-        intra_bytes, inter_bytes, _ = outcome.sums
-        self.stop_code = round(outcome.maxima[-1])
+        intra_bytes, inter_bytes, *_ = outcome.sums
+        *_, compiled, code = outcome.maxima
+        self.stop_code = round(code)
         self.progress = Progress(
             step=self.progress.step + 1, samples=self.progress.samples + self.batches.global_batch_size
         )
 
         stats = self._communication.stats()
-        seconds = time.perf_counter() - start
+        # The ranks wait for the one that compiles kernels.
+        seconds = time.perf_counter() - start - compiled
         return StepMetrics(
             step=self.progress.step,
             samples=self.progress.samples,

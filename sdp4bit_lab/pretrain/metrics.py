@@ -42,6 +42,7 @@ class StepMetrics:
     tflops_per_device: float
     """10**12 floating-point operations per second and device, by the paper's count."""
     step_seconds: float
+    """Duration without the compilation of CPU kernels."""
     intra_bytes: int
     inter_bytes: int
     compression_ratio: float

@@ -16,8 +16,9 @@ from rich.console import Console
 import sdp4bit
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
-from sdp4bit_lab.common.launch.signals import listening
-from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, run_on_all_ranks
+from sdp4bit_lab.common.launch.signals import keeping_handlers
+from sdp4bit_lab.common.phases import end_phases, phase
+from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, listen_on_rank, run_on_all_ranks
 from sdp4bit_lab.common.settings import RunError, SettingError, TrainingDivergedError
 from sdp4bit_lab.common.strategies import STRATEGIES
 from sdp4bit_lab.pretrain.checkpoint import Checkpointer, Start, choose_start
@@ -74,8 +75,13 @@ class TrainingResult:
 
     @property
     def seconds(self) -> float:
-        """Duration of all steps, without start-up, validation and checkpoints."""
+        """Duration of all steps, without start-up, compilation, validation and checkpoints."""
         return sum(step.step_seconds for step in self.steps)
+
+    @property
+    def median_seconds(self) -> float:
+        """Median duration of the steps after the first, which opens connections."""
+        return statistics.median(step.step_seconds for step in self.steps[1:] or self.steps)
 
 
 def pretrain(
@@ -108,7 +114,8 @@ def pretrain(
     config.check_layout(ranks.world_size)
     run = build_run(config, ranks=ranks, label=label or config.strategy_name)
     writer = run_on_all_ranks(lambda: _open_writer(run, console=console, part=part))
-    with listening(), closing(writer):
+    with keeping_handlers(), closing(writer):
+        end_phases()
         if ranks.is_first:
             first = [part] if part else []
             for line in (*first, describe_run(run), *run.loop.batches.notes, *_describe_start(run)):
@@ -137,9 +144,11 @@ class Run:
 
 def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
     """Build the parts of a run and load its checkpoint; SettingError on all ranks if no step is left."""
+    start = choose_start(config.checkpoint, job=ranks.job)
     dataset = prepare_dataset(config.resolved_data, ranks=ranks)
     layout = lay_out(config, ranks=ranks)
     is_simulated = config.parallel.simulated_ranks is not None
+    phase("building the order of the samples")
     data_parallel_size = config.parallel.data_parallel_size(ranks.world_size)
     batches = Batches(
         dataset,
@@ -152,6 +161,7 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
         world_size=data_parallel_size,
         device=ranks.device,
     )
+    phase("building the model")
     torch.manual_seed(config.seed + layout.random_stream)
     model = (build_simulated_model if is_simulated else build_model)(config, layout=layout)
     optimizer = build_optimizer(
@@ -177,7 +187,8 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
         ranks=ranks,
         attach=None if tokenizer is None else lambda folder: tokenizer.save(folder / TOKENIZER),
     )
-    start = choose_start(config.checkpoint, job=ranks.job)
+    if start.folder is not None:
+        phase(f"loading {start.folder}")
     progress = Progress() if start.folder is None else checkpointer.load(start.folder)
     if progress.step >= config.training.steps and not start.continues:
         raise SettingError(
@@ -207,7 +218,13 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
     def stop_code(step: int) -> int:
         return OUTPUT_FAILED if writer.failure else stops.code(step)
 
+    if loop.progress.step < config.training.steps and not result.stopped:
+        phase("training the first step")
     for metrics in () if result.stopped else loop.steps(stop_code=stop_code):
+        if not result.steps:
+            end_phases()
+            # Until now a signal has ended the process at once, because there was nothing to save.
+            listen_on_rank(loop.ranks)
         result.steps.append(metrics)
         writer.log_step(metrics)
         _report_communication(loop, writer)
@@ -324,7 +341,7 @@ def _describe_result(run: Run) -> list[str]:
     fewer = f" ({ratio:.2f}x fewer than plain FSDP2)" if result.strategy != "baseline" else ""
     why = "; docs/telemetry.md: why your ratio differs" if fewer else ""
     return [
-        f"{steps} steps in {result.seconds:.1f} s, {1000 * result.seconds / steps:.1f} ms each; "
+        f"{steps} steps in {result.seconds:.1f} s, median {1000 * result.median_seconds:.1f} ms; "
         + ", ".join(losses),
         f"inter-node: {format_bytes(result.inter_bytes_per_step)} per step{fewer}, "
         f"{format_bytes(sent)} in total{why}",

@@ -7,15 +7,14 @@ import os
 import pkgutil
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -23,16 +22,17 @@ from torch._C._distributed_c10d import TCPStore
 from sdp4bit.collectives.errors import is_communication_failure
 from sdp4bit_lab.common.failures import outcome
 from sdp4bit_lab.common.files import note
+from sdp4bit_lab.common.launch.child import run_child
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.launch.signals import (
     REPEAT_SIGNAL_SECONDS,
     SIGNALS,
     ignore,
-    listen,
-    listening,
+    keeping_handlers,
     received,
 )
-from sdp4bit_lab.common.ranks import join_ranks
+from sdp4bit_lab.common.phases import end_phases, phase, start_phases
+from sdp4bit_lab.common.ranks import join_ranks, ranks_listen
 from sdp4bit_lab.common.settings import EXIT_FAILED
 
 _HERE = "127.0.0.1"
@@ -58,25 +58,25 @@ def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_
     Raises:
         SettingError: the number of processes conflicts with other settings; nothing was started.
     """
-    run = partial(_run_rank, program, config, timeout=parallel.timeout, leaves_early=leaves_early)
+    settings: dict[str, Any] = {"config": config, "timeout": parallel.timeout}
     if "RANK" in os.environ:
-        return run()
+        return run_rank(program, **settings)
     size = parallel.processes(torch.cuda.device_count())
     parallel.check_world(size)
     if size > 1:
-        return _run_processes(run, size=size, leaves_early=leaves_early)
-    with listening() if leaves_early else nullcontext():
-        code = run()
+        return _run_processes(partial(run_child, program, **settings), size=size, leaves_early=leaves_early)
+    with keeping_handlers():
+        code = run_rank(program, **settings)
         return 128 + signal.SIGINT if code == 0 and received() == signal.SIGINT else code
 
 
-def _run_rank(program: str, config: object, *, timeout: timedelta, leaves_early: bool) -> int:
+def run_rank(program: str, *, config: object, timeout: timedelta) -> int:
+    """Run a program as the rank that the environment describes; return the exit code."""
     rank, run = int(os.environ.get("RANK", "0")), pkgutil.resolve_name(program)
     try:
-        with join_ranks(timeout=timeout) as ranks:
-            if leaves_early:
-                # Only now: while joining there is nothing to save, and a peer may already have exited.
-                listen()
+        phase(f"joining {os.environ.get('WORLD_SIZE', '1')} ranks")
+        # A launcher's rank ignores repeated signals until it has exited.
+        with keeping_handlers(restores="RANK" not in os.environ), join_ranks(timeout=timeout) as ranks:
             run(config, ranks=ranks)
             ignore()
     except BaseException as error:
@@ -97,7 +97,8 @@ def _run_rank(program: str, config: object, *, timeout: timedelta, leaves_early:
     return 0
 
 
-def _run_processes(run: Callable[[], int], *, size: int, leaves_early: bool) -> int:
+def _run_processes(child: Callable[..., None], *, size: int, leaves_early: bool) -> int:
+    began = start_phases(f"starting {size} processes")
     # Handled in `_join`, because a handler could miss a rank that is being started.
     signals: list[signal.Signals] = []
     for number in SIGNALS:
@@ -112,16 +113,14 @@ def _run_processes(run: Callable[[], int], *, size: int, leaves_early: bool) -> 
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(
-            target=_run_process,
-            args=(run,),
-            kwargs={"environment": _environment(rank, size, store.port)},
+            target=child, kwargs={"environment": _environment(rank, size, store.port), "began": began}
         )
         for rank in range(size)
     ]
-    note(f"starting {size} processes")
     try:
         start(*processes)
-        return _join(processes, signals, leaves_early=leaves_early)
+        end_phases()  # the first rank prints them now
+        return _join(processes, signals, listens=lambda: leaves_early and ranks_listen(store))
     finally:
         for process in processes:
             if process.pid is not None:
@@ -155,24 +154,14 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def _run_process(run: Callable[[], int], *, environment: dict[str, str]) -> None:
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    os.environ.update(environment)
-    if code := run():
-        # Without cleanup, so that the launcher stops the others before they report the same error.
-        os._exit(code)
+def _join(
+    processes: Sequence[SpawnProcess], signals: list[signal.Signals], *, listens: Callable[[], bool]
+) -> int:
+    """Wait for the ranks, forward signals to them, and return the exit code. Ranks may still be running.
 
-
-def end_with_parent() -> None:
-    """Exit when the parent process has exited; run it in its own thread."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    launcher.join()
-    os._exit(EXIT_FAILED)
-
-
-def _join(processes: Sequence[SpawnProcess], signals: list[signal.Signals], *, leaves_early: bool) -> int:
-    """Wait for the ranks, forward signals to them, and return the exit code. Ranks may still be running."""
+    Args:
+        listens: returns whether the ranks record signals; until then, the first one ends them.
+    """
     asked_by: signal.Signals | None = None
     first_at: float | None = None
     while running := [process for process in processes if process.exitcode is None]:
@@ -181,9 +170,12 @@ def _join(processes: Sequence[SpawnProcess], signals: list[signal.Signals], *, l
             return _report_failure(processes)
         while signals:
             number = signals.pop(0)
+            if asked_by is None and not listens():
+                note(f"{number.name}: ended before the end of the first step")
+                return 128 + number
             if number != signal.SIGUSR1:
                 first_at = first_at or time.monotonic()
-                if not leaves_early or time.monotonic() - first_at > REPEAT_SIGNAL_SECONDS:
+                if time.monotonic() - first_at > REPEAT_SIGNAL_SECONDS:
                     _report_error(f"{number.name}: killed the ranks")
                     return 128 + number
             if asked_by is None:

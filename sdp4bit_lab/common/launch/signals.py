@@ -18,17 +18,7 @@ REPEAT_SIGNAL_SECONDS = 1.0
 # Process-wide, like signals: one that arrives between two runs applies to the second.
 _received: signal.Signals | None = None
 _ends_after: float | None = None
-
-
-def listen() -> None:
-    """Record the signals instead of terminating; pending blocked ones arrive now.
-
-    Ignored signals stay ignored, as for background jobs of shells without job control.
-    """
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _remember)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+_is_kept = False
 
 
 def ignore() -> None:
@@ -38,24 +28,40 @@ def ignore() -> None:
 
 
 @contextmanager
-def listening() -> Iterator[None]:
-    """Record signals inside the block, unless the process already does.
+def keeping_handlers(*, restores: bool = True) -> Iterator[None]:
+    """Keep the handlers of `listen` until the end of the block, then restore the earlier ones.
 
-    Has no effect outside the main thread.
+    Has no effect in another such block or outside the main thread.
+
+    Args:
+        restores: False keeps them until the process ends.
     """
-    global _received, _ends_after
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is _remember:
+    global _received, _ends_after, _is_kept
+    if _is_kept or threading.current_thread() is not threading.main_thread():
         yield
         return
     previous = {number: signal.getsignal(number) for number in SIGNALS}
-    listen()
+    _is_kept = True
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        _received = _ends_after = None
+        if restores:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            _received, _ends_after, _is_kept = None, None, False
+
+
+def listen() -> None:
+    """Record the signals instead of terminating, until `keeping_handlers` ends; without it, do nothing.
+
+    Pending blocked signals arrive now. Ignored ones stay ignored, as for background jobs of shells without
+    job control.
+    """
+    if _is_kept:
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _remember)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _remember(number: int, _frame: FrameType | None) -> None:

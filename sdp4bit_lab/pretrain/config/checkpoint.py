@@ -37,6 +37,11 @@ class CheckpointConfig:
             "--auto-resume has no effect without --save, the folder that it resumes from",
         )
 
+    def check_load(self) -> None:
+        """Raise SettingError if there is nothing at --load, before anything else takes time."""
+        if self.load is not None and self.load != self.save:
+            require(self.load.is_dir(), f"--load {self.load}: no checkpoint found (no such folder)")
+
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
         return self.save is not None and (is_last or step % self.save_interval == 0)
 

@@ -86,7 +86,8 @@ def _parse(line: bytes, *, where: str) -> dict[str, object]:
 def _sentences(members: Mapping[str, object], key: str, *, where: str) -> list[str]:
     require(
         key in members,
-        f'{where}: no "{key}" among {", ".join(map(repr, members))}: set --json-keys of sdp4bit preprocess',
+        f'{where}: no "{key}" among {", ".join(map(repr, members))}: convert the file with '
+        f"`sdp4bit preprocess --json-keys {next(iter(members), 'KEY')}`",
     )
     value = members[key]
     sentences: list[str] = []

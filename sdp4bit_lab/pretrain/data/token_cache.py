@@ -19,7 +19,8 @@ from pathlib import Path
 
 import tokenizers
 
-from sdp4bit_lab.common.files import Progress, check_sums, note, write_sums
+from sdp4bit_lab.common.files import Progress, check_sums, write_sums
+from sdp4bit_lab.common.phases import phase
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.corpus import CorpusSplit, split_corpus
@@ -43,7 +44,7 @@ def fill_cache(config: DataConfig) -> Path:
     Raises:
         SettingError: unreadable text, or a folder that cannot be written.
     """
-    note("reading the text")
+    phase("reading the text")
     split = split_corpus(list(map(Path, config.data_path)), validation_fraction=config.held_out)
     settings = {
         "format": FORMAT_VERSION,
@@ -112,7 +113,7 @@ def open_cache(folder: Path, *, config: DataConfig) -> Dataset:
 def _tokenize(split: CorpusSplit, *, config: DataConfig, folder: Path) -> None:
     training_text = (text for text, held_out in split.read() if not held_out)
     if config.tokenizer is None:
-        note(f"training a tokenizer with {config.vocabulary:,} tokens")
+        phase(f"training a tokenizer with {config.vocabulary:,} tokens")
     tokenizer = config.tokenizer or BytePairTokenizer.train(training_text, vocabulary_size=config.vocabulary)
     tokenizer.save(folder / "tokenizer.json")
     dtype = token_dtype(config.vocabulary)
@@ -120,8 +121,8 @@ def _tokenize(split: CorpusSplit, *, config: DataConfig, folder: Path) -> None:
         IndexedWriter(folder / TRAIN, dtype=dtype) as train,
         IndexedWriter(folder / VALIDATION, dtype=dtype) as validation,
     ):
-        note(f"tokenizing {split.documents:,} documents for the cache")
-        remaining, progress, done = split.read(), Progress(note), 0
+        phase(f"tokenizing {split.documents:,} documents for the cache")
+        remaining, progress, done = split.read(), Progress(phase), 0
         while documents := list(islice(remaining, _ENCODE_DOCUMENTS)):
             encoded = tokenizer.encode_documents([text for text, _ in documents])
             for (_, held_out), tokens in zip(documents, encoded, strict=True):

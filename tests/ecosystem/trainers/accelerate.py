@@ -14,7 +14,7 @@ from accelerate import (
 )
 from accelerate.state import AcceleratorState, GradientState
 
-from sdp4bit.trainers.accelerate import log_values, quantize_communication
+from sdp4bit.trainers.accelerate import quantize_communication
 from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import SAVED, STEPS
 
@@ -76,7 +76,7 @@ def train(folder: Path, config: Any, start: Path | None = None, *, ddp: bool = F
             losses.append(loss.item())
             if accelerator.sync_gradients:
                 done += 1
-                values = {} if comm is None else log_values(comm)
+                values = {} if comm is None else comm.log_values()
                 accelerator.log({"loss": loss.item(), "norm": float(norm), **values}, step=done)
                 if done == SAVED and start is None:
                     accelerator.save_state(str(folder / "saved"))
