@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import pkgutil
 import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sdp4bit import __version__
 from sdp4bit_lab.common.files import shorten_warnings
-from sdp4bit_lab.common.settings import EXIT_SETTING, SettingError
+from sdp4bit_lab.common.settings import EXIT_SETTING, RunError, SettingError
 
 if TYPE_CHECKING:
     from sdp4bit_lab.common.launch.config import RanksConfig
@@ -166,16 +166,32 @@ def _compare(config: CompareConfig) -> int:
     packages=(*_TRAINING, "matplotlib", "scipy"),
 )
 def _demo(config: DemoConfig) -> int:
-    """Train a small GPT on 4 local processes that represent 2 nodes of 2 ranks: first with plain FSDP2, then
-    with 4-bit communication. If it is interrupted, the same command continues."""
-    from sdp4bit_lab.compare.config import DEMO_PROCESSES, DEMO_RANKS_PER_NODE
-    from sdp4bit_lab.compare.tables import link_times
+    """Show the gain with a small GPT on 4 local processes that represent 2 nodes of 2 ranks: the time of a
+    step at three link rates, then the losses of plain FSDP2 and of 4-bit communication. With root, the nodes
+    are joined by a shaped link; otherwise the times are calculated. If it is interrupted, the same command
+    continues."""
+    table, comparison = config.out / "links.txt", config.comparison()
+    if not table.is_file() and (code := _time_links(config, comparison.parallel)):
+        return code
+    print(table.read_text(encoding="utf-8"), flush=True)
+    return _compare(comparison)
 
-    code, path = _compare(config.comparison()), config.out / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if code == 0 and path.is_file() else {}
-    if summary.get("complete"):
-        print(link_times(summary, nodes=DEMO_PROCESSES // DEMO_RANKS_PER_NODE))
-    return code
+
+def _time_links(config: DemoConfig, parallel: RanksConfig) -> int:
+    from sdp4bit_lab.common.launch.link import linked_nodes, reason_against_link
+    from sdp4bit_lab.compare.config import LinkTimesConfig
+
+    reason = reason_against_link()
+    with ExitStack() as stack:
+        link = None
+        if not reason:
+            try:
+                link = stack.enter_context(linked_nodes())
+            except RunError as error:
+                reason = str(error)
+        timed = LinkTimesConfig.of(config, why_calculated=reason)
+        program = "sdp4bit_lab.compare.links:time_links"
+        return _run_on_ranks(program, timed, parallel, leaves_early=False, link=link)
 
 
 @_command(

@@ -152,3 +152,22 @@ class DemoConfig:
             ),
             parallel=ParallelConfig(nproc_per_node=DEMO_PROCESSES, ranks_per_node=DEMO_RANKS_PER_NODE),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkTimesConfig:
+    """What the demo times at three link rates."""
+
+    run: PretrainConfig
+    out: Path
+    """File for the table."""
+    why_calculated: str
+    """Why the times are calculated; "" measures them on a shaped link."""
+
+    @classmethod
+    def of(cls, demo: DemoConfig, *, why_calculated: str) -> LinkTimesConfig:
+        """Return what is timed for a demo."""
+        run = next(run for variant, run in demo.comparison().runs() if variant.strategy == "sdp4bit")
+        # Enough steps to draw from; the run is dropped afterwards.
+        run = replace(run, training=replace(run.training, steps=10_000))
+        return cls(run=run, out=demo.out / "links.txt", why_calculated=why_calculated)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,9 +20,6 @@ NONE = "–"
 INTERVAL = f"{100 * CONFIDENCE:.0f} % interval"
 LONGEST_NAME = 16
 """Longest name of a strategy that leaves room for the other cells in 80 columns."""
-LINKS = (100, 250, 1000)
-"""Mbit/s between nodes."""
-
 Table = list[tuple[str, ...]]
 
 
@@ -171,29 +167,6 @@ class Report:
 
 def _number(value: float | None, form: str) -> str:
     return NONE if value is None else f"{value:{form}}"
-
-
-def link_times(summary: dict[str, Any], *, nodes: int) -> str:
-    """Return the time a node needs to send the bytes of a step, by strategy and network.
-
-    Args:
-        summary: content of summary.json.
-        nodes: number of nodes, which send equal amounts.
-    """
-    sent = {name: each["inter_bytes_per_step"] / nodes for name, each in summary["strategies"].items()}
-    titles = ("plain FSDP2" if name == DEFAULT_BASELINE else name for name in sent)
-    rows: list[tuple[str, ...]] = [
-        ("", *titles),
-        ("a node sends per step", *map(format_bytes, sent.values())),
-    ]
-    for megabits in LINKS:
-        rate = megabits * 1e6 / 8
-        rows.append((f"at {megabits:,} Mbit/s", *(f"{1000 * size / rate:,.0f} ms" for size in sent.values())))
-    explanation = (
-        "The seconds of the runs do not show this, because all processes share this machine and exchange "
-        "messages through its memory."
-    )
-    return "\n".join([*aligned(rows), textwrap.fill(explanation, 80)])
 
 
 def _unstable_notes(runs: Sequence[FinishedRun], *, baseline: str | None) -> Iterator[str]:

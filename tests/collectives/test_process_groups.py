@@ -114,7 +114,7 @@ def test_attaching_takes_a_time_that_grows_with_the_number_of_ranks_alone(is_hyb
         model = fully_shard(
             nn.Linear(64, 64), mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
         )
-        assert f"{nodes} x" in sdp4bit.quantize_communication(model).explain()
+        assert f"{nodes} x" in sdp4bit.quantize_communication(model).explain(full=True)
 
 
 @pytest.mark.parametrize("nodes", [2, 1000])

@@ -121,7 +121,7 @@ def train(
         found["evaluated"] = model(rows(99)[0]).double().abs().sum().item()
     if comm is not None:
         found["served"] = [group.replica is not None for group in comm.groups]
-        found["explained"] = flat(comm.explain())
+        found["explained"] = flat(comm.explain(full=True))
         comm.audit()
     return found
 

@@ -57,7 +57,7 @@ def explain_replicas(folder: Path) -> str:
     config = config_of(folder)
     config.parallelism.data_parallel_shard_degree = 1
     config.parallelism.data_parallel_replicate_degree = WORLD
-    table: str = quantized(config, QUANTIZED).build().comm.explain()
+    table: str = quantized(config, QUANTIZED).build().comm.explain(full=True)
     return table
 
 

@@ -71,7 +71,7 @@ def check(engine: str) -> None:
     assert stats["compression_ratio"] > 4
 
     # 4. The table shows a node per rank.
-    table, over = flat(run.comm.explain()), replicas if engine == "DDP" else shards
+    table, over = flat(run.comm.explain(full=True)), replicas if engine == "DDP" else shards
     other = ", replicas 2 x 1 " if engine == "HSDP" else " "
     assert table.count(f" {over.nodes} x 1{other}") == len(run.comm.groups)
     assert "inter int4/128" in table and "intra int" not in table and "one node" not in table

@@ -164,7 +164,7 @@ def switched(config: SDP4BitConfig | None, *, quantized_first: int) -> list[floa
         return run.train(4).finish()
     reductions = [comm.reductions for comm in run.comm.groups]
     with run.comm.full_precision():
-        assert "inside full_precision()" in run.comm.explain()
+        assert "inside full_precision()" in run.comm.explain(full=True)
         run.train(1)
         with run.comm.full_precision():
             pass
@@ -172,7 +172,7 @@ def switched(config: SDP4BitConfig | None, *, quantized_first: int) -> list[floa
         with pytest.raises(RuntimeError, match=r"inside full_precision\(\): call it outside"):
             run.comm.time_steps(lambda: run.train(1))
     assert [comm.reductions for comm in run.comm.groups] == reductions
-    assert "inside full_precision()" not in run.comm.explain()
+    assert "inside full_precision()" not in run.comm.explain(full=True)
     run.evaluate()
     for comm in run.comm.groups:
         if comm.replica is not None:

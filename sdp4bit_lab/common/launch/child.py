@@ -8,20 +8,30 @@ import threading
 from datetime import timedelta
 
 from sdp4bit_lab.common.files import shorten_warnings
+from sdp4bit_lab.common.launch.link import Link
 from sdp4bit_lab.common.phases import start_phases
 from sdp4bit_lab.common.settings import EXIT_FAILED
 
 
 def run_child(
-    program: str, *, config: object, timeout: timedelta, environment: dict[str, str], began: float
+    program: str,
+    *,
+    config: object,
+    timeout: timedelta,
+    environment: dict[str, str],
+    began: float,
+    link: Link | None = None,
 ) -> None:
     """Run a program as the rank that the environment describes; see `local.run_on_ranks`.
 
     Args:
         began: see `start_phases`.
+        link: see `local.run_on_ranks`.
     """
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment)
+    if link is not None:
+        link.enter(2 * int(environment["RANK"]) // int(environment["WORLD_SIZE"]))
     shorten_warnings()
     start_phases("importing torch", began=began)
     from sdp4bit_lab.common.launch.local import run_rank

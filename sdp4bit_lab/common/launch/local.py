@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
@@ -24,6 +25,7 @@ from sdp4bit_lab.common.failures import outcome
 from sdp4bit_lab.common.files import note
 from sdp4bit_lab.common.launch.child import run_child
 from sdp4bit_lab.common.launch.config import RanksConfig
+from sdp4bit_lab.common.launch.link import INTERFACE, Link
 from sdp4bit_lab.common.launch.signals import (
     REPEAT_SIGNAL_SECONDS,
     SIGNALS,
@@ -41,7 +43,14 @@ _WAIT_FOR_OTHER_FAILURES = 0.3
 _WAIT_FOR_ROOT_CAUSE = 3.0
 
 
-def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_early: bool = True) -> int:
+def run_on_ranks(
+    program: str,
+    *,
+    config: object,
+    parallel: RanksConfig,
+    leaves_early: bool = True,
+    link: Link | None = None,
+) -> int:
     """Run a program on all ranks and return the exit code.
 
     Under torchrun, or with a single rank, this process is the rank. Otherwise the ranks are child processes;
@@ -50,6 +59,7 @@ def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_
     Args:
         program: function of `config` and `ranks=` as module:name, imported by the ranks alone.
         leaves_early: whether the program stops by itself after a signal; if not, a signal kills the ranks.
+        link: nodes that each run half of the ranks.
 
     Returns:
         0, also after stopping for SIGTERM or SIGUSR1; 130 after SIGINT; 1, 2 or 3 after a failure;
@@ -64,7 +74,9 @@ def run_on_ranks(program: str, *, config: object, parallel: RanksConfig, leaves_
     size = parallel.processes(torch.cuda.device_count())
     parallel.check_world(size)
     if size > 1:
-        return _run_processes(partial(run_child, program, **settings), size=size, leaves_early=leaves_early)
+        child = partial(run_child, program, link=link, **settings)
+        with nullcontext() if link is None else link.on_first_node():
+            return _run_processes(child, size=size, leaves_early=leaves_early, link=link)
     with keeping_handlers():
         code = run_rank(program, **settings)
         return 128 + signal.SIGINT if code == 0 and received() == signal.SIGINT else code
@@ -97,7 +109,10 @@ def run_rank(program: str, *, config: object, timeout: timedelta) -> int:
     return 0
 
 
-def _run_processes(child: Callable[..., None], *, size: int, leaves_early: bool) -> int:
+def _run_processes(child: Callable[..., None], *, size: int, leaves_early: bool, link: Link | None) -> int:
+    host, interface = (
+        (_HERE, os.environ.get("GLOO_SOCKET_IFNAME", "lo")) if link is None else (link.address(0), INTERFACE)
+    )
     began = start_phases(f"starting {size} processes")
     # Handled in `_join`, because a handler could miss a rank that is being started.
     signals: list[signal.Signals] = []
@@ -105,15 +120,17 @@ def _run_processes(child: Callable[..., None], *, size: int, leaves_early: bool)
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
     # Hosted here, so that no rank has to guess a free port; on loopback, so that no other machine reaches it.
-    with socket.create_server((_HERE, 0)) as listener:
+    with socket.create_server((host, 0)) as listener:
         port = listener.getsockname()[1]
         store = TCPStore(
-            _HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+    network = {"MASTER_ADDR": host, "GLOO_SOCKET_IFNAME": interface}
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(
-            target=child, kwargs={"environment": _environment(rank, size, store.port), "began": began}
+            target=child,
+            kwargs={"environment": {**_environment(rank, size, store.port), **network}, "began": began},
         )
         for rank in range(size)
     ]
@@ -122,10 +139,11 @@ def _run_processes(child: Callable[..., None], *, size: int, leaves_early: bool)
         end_phases()  # the first rank prints them now
         return _join(processes, signals, listens=lambda: leaves_early and ranks_listen(store))
     finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
+        started = [process for process in processes if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
 
 
 def start(*processes: SpawnProcess) -> None:
@@ -146,11 +164,9 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": _HERE,
         "MASTER_PORT": str(port),
         # The launcher hosts the store, so rank 0 must not.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
 
 
@@ -171,7 +187,7 @@ def _join(
         while signals:
             number = signals.pop(0)
             if asked_by is None and not listens():
-                note(f"{number.name}: ended before the end of the first step")
+                _report_error(f"{number.name}: killed the ranks, which had nothing to save")
                 return 128 + number
             if number != signal.SIGUSR1:
                 first_at = first_at or time.monotonic()

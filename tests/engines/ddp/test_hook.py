@@ -184,7 +184,7 @@ def test_weights_stay_equal_with_the_bytes_of_the_formula() -> None:
         stats = run.state.stats()
         assert stats["steps"] == 2
         assert stats["total"]["collectives"] > stats["last_step"]["collectives"] > 0
-        table = run.state.explain()
+        table = run.state.explain(full=True)
         assert table.count(f"  {grid.nodes} x {grid.ranks_per_node}  ") == len(sizes(run.state))
         assert table.count("gradients  all-reduce ") == len(sizes(run.state))
         assert stats["total"]["inter_bytes"] == total
@@ -269,20 +269,20 @@ def test_full_precision_equals_plain_ddp_and_is_reported() -> None:
     plain = DDPRun(None).train(2).losses
     late = DDPRun(replace(ALL, start_step=2)).train(2)
     assert late.losses == plain
-    assert late.state.explain().count("full precision until step 2") == len(sizes(late.state))
+    assert late.state.explain(full=True).count("full precision until step 2") == len(sizes(late.state))
     stats = late.state.stats()
     assert stats["compression_ratio"] == 1.0
     assert stats["last_step"]["inter_bytes"] == pytest.approx(2 * 4 * sum(sizes(late.state)) * 3 / 4, abs=8)
     late.train(1)
-    assert late.state.explain().count("all-reduce inter int4/128") == len(sizes(late.state))
+    assert late.state.explain(full=True).count("all-reduce inter int4/128") == len(sizes(late.state))
     short = DDPRun(GradientConfig(min_numel=1 << 20)).train(2)
     assert short.losses == plain
-    assert "all-reduce: part below min_numel=1048576" in flat(short.state.explain())
+    assert "all-reduce: part below min_numel=1048576" in flat(short.state.explain(full=True))
 
     with pytest.warns(UserWarning, match=r"PCIe, attach with topology=1"):
         inside = DDPRun(GradientConfig(min_numel=0), topology=4).train(2)
     assert inside.losses == plain
-    table = inside.state.explain()
+    table = inside.state.explain(full=True)
     assert flat(table).count("GradientConfig(inside_one_node=True) quantizes") == len(sizes(inside.state))
 
     torch.manual_seed(0)
@@ -291,7 +291,7 @@ def test_full_precision_equals_plain_ddp_and_is_reported() -> None:
         double.model(torch.ones(1, 64).double() * dist.get_rank()).sum().backward()
     (weight, _) = double.model.parameters()
     assert weight.grad is not None and (weight.grad == 1.5).all()
-    assert "full precision: float64" in double.state.explain()
+    assert "full precision: float64" in double.state.explain(full=True)
 
 
 @pytest.mark.slow
@@ -299,14 +299,16 @@ def test_full_precision_equals_plain_ddp_and_is_reported() -> None:
 def test_pairs_of_ranks_train_a_model_each_and_errors_are_the_same_on_all_ranks() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
-    outside = sdp4bit.DDPCommState(pairs[0], topology=1).explain()
+    outside = sdp4bit.DDPCommState(pairs[0], topology=1).explain(full=True)
     assert outside.endswith("no gradients yet: register_comm_hook(state, sdp4bit.ddp_comm_hook)")
     torch.manual_seed(0)
     model = DistributedDataParallel(ToyGPT(), process_group=mine)
     state = sdp4bit.DDPCommState(mine, topology=1, config=SDP4BitConfig(gradients=ALL))
     model.register_comm_hook(state, sdp4bit.ddp_comm_hook)
     loss_of(model, next(batches())).backward()
-    assert "  2 x 1  " in state.explain() and "not sent: every rank has them all" in state.explain()
+    assert "  2 x 1  " in state.explain(full=True) and "not sent: every rank has them all" in state.explain(
+        full=True
+    )
     new = sdp4bit.DDPCommState(mine, topology=1)
     assert new.stats()["compression_ratio"] is None
     with pytest.raises(ValueError, match=r"different settings(.|\n)*seed: 0 \[rank 0\], 1 \[rank 1\]"):
@@ -347,7 +349,7 @@ def test_sparse_gradients_are_averaged_as_without_a_hook(config: GradientConfig)
     ours, quantized, state = backward(True)
     assert torch.equal(ours.indices(), rows.indices()) and torch.equal(ours.values(), rows.values())
     assert torch.equal(quantized, dense) == (config != ALL)
-    assert flat(state.explain()).count("gradients full precision: sparse gradients") == 1
+    assert flat(state.explain(full=True)).count("gradients full precision: sparse gradients") == 1
     assert state.stats()["steps"] == 1
 
 
@@ -469,4 +471,4 @@ def test_the_state_is_a_handle_like_that_of_fsdp2() -> None:
         each.model.zero_grad()
         each.backward()
     assert gradient_of(run.model).equal(gradient_of(twin.model)) and not run.state.is_attached
-    assert "removed" in run.state.explain()
+    assert "removed" in run.state.explain(full=True)

@@ -231,4 +231,4 @@ def test_telemetry_measures_values_alone() -> None:
     drift, error = run.comm.stats()["weight_drift"], run.comm.stats()["weight_error"]
     assert drift is not None and 0 < drift < 0.01
     assert error is not None and 0 < error < 0.5
-    assert flat(run.comm.explain()).count("3 frozen not sent") == 3
+    assert flat(run.comm.explain(full=True)).count("3 frozen not sent") == 3

@@ -55,7 +55,7 @@ def attach_with_empty_ranks() -> list[float]:
     losses = [] if model is None else trained(model, comm)
     if model is None:  # its handle answers everything, and changes nothing
         assert open_groups() == opened
-        assert comm.explain().count("\n") == 2
+        assert comm.explain(full=True).count("\n") == 2
         assert comm.stats()["steps"] == 0 and comm.group_stats() == [] and comm.alerts() == []
         assert comm.state_dict() == {} and comm.audit()
         assert comm.measure()["weight_drift"] is None
@@ -68,7 +68,7 @@ def attach_with_empty_ranks() -> list[float]:
     # A mesh of the ranks that have a model says nothing of the others.
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("inter", "intra"))
     comm = quantize_communication(model or [], topology=mesh)
-    assert ("2 x 1" in comm.explain()) == (rank < 2)
+    assert ("2 x 1" in comm.explain(full=True)) == (rank < 2)
     comm.remove()
     outside = r"this rank is not in its \(inter, intra\) mesh .* \[rank 1\]"
     wrong = DeviceMesh("cpu", [[0], [2]], mesh_dim_names=("inter", "intra"))

@@ -148,7 +148,7 @@ def one_node(config: SDP4BitConfig, weights: bool, gradients: bool, *, is_hybrid
         warnings.simplefilter("always")
         run = Run(build(mesh=mesh), config, topology=world)
     texts = [str(w.message).removeprefix("sdp4bit: ") for w in caught if "sdp4bit" in str(w.message)]
-    table, count = run.comm.explain(), len(run.comm.groups)
+    table, count = run.comm.explain(full=True), len(run.comm.groups)
     assert flat(table).count('sharded inside one node (WeightConfig(replica="full")') == count * (not weights)
     is_unquantized = not gradients and config.gradients is not None
     assert flat(table).count("GradientConfig(inside_one_node=True) quantizes") == count * is_unquantized

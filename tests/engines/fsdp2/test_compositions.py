@@ -242,7 +242,7 @@ def test_gradients_are_dense_before_the_start_step() -> None:
 def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
     run = Run(build(), SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=1024))).train(1)
     small = 0
-    groups = explained(run.comm.explain())
+    groups = explained(run.comm.explain(full=True))
     for group in run.comm.groups:
         line = groups[group.view.name]
         rows, sent = group.view.shard_numel, group.gradient_traffic.current_step

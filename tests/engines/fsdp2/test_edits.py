@@ -95,7 +95,7 @@ def check_sizes() -> None:
     assert edit_block(1.1) == {**dict.fromkeys(usual, 0), "blocks.1": 2.0 * 7734}
     assert fresh_groups(run) == {"blocks.1"}
     assert run.comm.stats()["full_refreshes"] == 1
-    assert "full refreshes: 1" in flat(run.comm.explain())
+    assert "full refreshes: 1" in flat(run.comm.explain(full=True))
     assert_replicas_identical(run.comm)
 
     with warnings.catch_warnings(record=True) as caught:

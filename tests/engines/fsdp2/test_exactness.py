@@ -185,7 +185,7 @@ def test_few_bits_train_the_table_and_the_measures_tell_them_and_nobody_is_alarm
     plain = Run(build(), None, ordered=True).train(2).finish()
     for config in (FEW, MIXED, ELEVEN):
         run = Run(build(), config).train(2)
-        stats, table = run.comm.stats(), run.comm.explain()
+        stats, table = run.comm.stats(), run.comm.explain(full=True)
         assert_close(run.finish(), plain, loss=0.03, gradient=2.0)  # of 2 and 3 bits
         assert not run.comm.alerts()
         if config is ELEVEN:

@@ -132,7 +132,7 @@ def check_bytes(placement: str, inter_bits: float) -> None:
     shard_rank = replica.index(dist.get_rank())
     data_rank = PLACEMENTS[placement].index(replica) * len(replica) + shard_rank
     assert {g.view.data_rank for g in run.comm.groups} == {data_rank}
-    table = run.comm.explain()
+    table = run.comm.explain(full=True)
     assert table.count("all-reduce ") == 4
     shapes = f"{sharded.nodes} x {sharded.ranks_per_node}, replicas {replicated.nodes} x "
     assert table.count(shapes + f"{replicated.ranks_per_node} ") == 4
@@ -295,7 +295,9 @@ def check_settings() -> None:
         is_block = group.view.shard_numel == block
         assert group.gradient_bits == (4 if is_block else None)
         assert group.reductions == (2 if group.view.shard_numel >= root else 0)
-    assert " ".join(run.comm.explain().split()).count(f"all-reduce: part below min_numel={root}") == 2
+    assert (
+        " ".join(run.comm.explain(full=True).split()).count(f"all-reduce: part below min_numel={root}") == 2
+    )
 
 
 def starting_at(step: int) -> SDP4BitConfig:

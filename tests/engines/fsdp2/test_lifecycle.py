@@ -62,7 +62,7 @@ def test_a_removed_handle_keeps_its_statistics_and_refuses_the_rest() -> None:
     for _ in range(2):
         comm.remove()
         assert [comm.stats(), comm.group_stats(), comm.alerts()] == before
-        assert comm.explain() == "removed: the model communicates as without sdp4bit"
+        assert comm.explain(full=True) == "removed: the model communicates as without sdp4bit"
     for act in (
         *(comm.measure, comm.audit, comm.resync, comm.mark_step, comm.state_dict),
         *(lambda: comm.load_state_dict({}), lambda: comm.on_alert(print), lambda: comm.time_steps(print)),
@@ -223,7 +223,7 @@ def test_the_global_random_state_is_not_touched() -> None:
     run.comm.resync()
     run.evaluate()
     run.comm.stats()
-    run.comm.explain()
+    run.comm.explain(full=True)
     run.comm.state_dict()
     run.comm.remove()
     assert torch.equal(torch.get_rng_state(), state)
@@ -248,7 +248,7 @@ def test_reports_add_up() -> None:
         "nonfinite_groups": 0,
     }
     assert [group["compression_ratio"] for group in comm.group_stats()] == [None] * 4
-    header, rule, *lines = comm.explain().splitlines()
+    header, rule, *lines = comm.explain(full=True).splitlines()
     names = [group.view.name for group in comm.groups]
     numbers = [line for line in lines if not line.startswith(" ")]
     assert names == ["(root)", "blocks.0", "blocks.1", "norm"]
@@ -260,7 +260,7 @@ def test_reports_add_up() -> None:
     steps = []
     for _ in range(2):
         run.train(1)
-        reported, table = comm.stats(), comm.explain()
+        reported, table = comm.stats(), comm.explain(full=True)
         steps.append(reported["last_step"])
         *_, total, hint = [line for line in table.splitlines() if not line.startswith(" ")]
         numbers = [int(cell.replace(",", "")) for cell in total.split()[-2:]]

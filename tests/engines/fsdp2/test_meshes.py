@@ -70,7 +70,7 @@ def test_every_group_sends_over_its_own_mesh_what_the_planner_says() -> None:
     assert sent["inter"] == counted["inter_bytes"] == sum(part.inter_bytes for part in parts)
     assert sent["intra"] == counted["intra_bytes"] == sum(part.intra_bytes for part in parts)
     run.evaluate()
-    table = run.comm.explain()
+    table = run.comm.explain(full=True)
     assert table.count("2 x 1") == 2 and table.count("2 x 2") == 3
     run.comm.remove()
     stock = [g for block in run.model.blocks for g in param_groups_of(block)]
@@ -88,7 +88,7 @@ def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]
         group.view.name: (group.weights_unquantized_reason, group.gradients_unquantized_reason)
         for group in comm.groups
     }
-    table = comm.explain()
+    table = comm.explain(full=True)
     comm.remove()
     assert all(text in flat(table) for pair in found.values() for text in pair)
     return found

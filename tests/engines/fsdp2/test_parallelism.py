@@ -184,7 +184,9 @@ def check_sections() -> None:
             ]
             assert len(set(inside)) == 1
         assert any(section.is_fine for section in sections) == separate
-    assert flat(run.comm.explain()).count("1-D in 8 bits") == 8  # weights and gradients of four groups
+    assert (
+        flat(run.comm.explain(full=True)).count("1-D in 8 bits") == 8
+    )  # weights and gradients of four groups
 
     run = TensorParallelRun(replace(QUANTIZED, separate_parameters=False))
     for block in run.model.blocks:  # of both parts; what trains is then all that is in a row

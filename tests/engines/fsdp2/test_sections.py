@@ -77,7 +77,7 @@ def test_sections_add_no_collective_and_few_bytes() -> None:
 
 @on_ranks(2)
 def test_the_table_says_which_bits_norms_have() -> None:
-    table = " ".join(Run(build(), QUANTIZED, topology=1).comm.explain().split())
+    table = " ".join(Run(build(), QUANTIZED, topology=1).comm.explain(full=True).split())
     assert table.count("1-D in 8 bits") == 8
     for config in (WHOLE, PAPER_STRATEGIES["sdp4bit-paper"], PAPER_STRATEGIES["qwd"]):
-        assert "1-D" not in Run(build(), config, topology=1).comm.explain()
+        assert "1-D" not in Run(build(), config, topology=1).comm.explain(full=True)

@@ -50,7 +50,7 @@ def training(config: SDP4BitConfig | None, hybrid: bool) -> list[float]:
     run.train(1)
     if config is not None:
         assert all(comm.replica is not None for comm in run.comm.groups)
-        assert "BlockScaled" not in run.comm.explain()
+        assert "BlockScaled" not in run.comm.explain(full=True)
     return run.finish()
 
 
@@ -215,7 +215,7 @@ def in_fp8(config: SDP4BitConfig | None) -> list[float]:
             sent = comm.weight_traffic.last_step
             assert sent.intra_bytes + sent.inter_bytes == sent.plain_intra_bytes + sent.plain_inter_bytes > 0
         reason = "InFp8 of blocks.0.qkv.weight: gathers float8_e4m3fn and float32 itself"
-        assert reason in flat(run.comm.explain())
+        assert reason in flat(run.comm.explain(full=True))
         run.comm.state_dict()
     return result
 
@@ -247,7 +247,7 @@ def test_each_reason_is_given_with_the_name() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         comm = sdp4bit.quantize_communication(model, topology=1)
-    table = flat(comm.explain())
+    table = flat(comm.explain(full=True))
     reasons = [
         f"{kind.__name__} of {index}.0.weight: {reason}"
         for index, (kind, reason) in enumerate(REASONS.items())

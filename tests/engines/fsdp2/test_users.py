@@ -101,9 +101,9 @@ def test_frozen_parameters_are_not_sent_until_they_train() -> None:
     run = Run(adapt(build()), replace(QUANTIZED, separate_parameters=False)).train(2)
     run.evaluate()
     assert_only_trainable_parameters_are_sent(run)
-    told = flat(run.comm.explain())
+    told = flat(run.comm.explain(full=True))
     assert "12 frozen not sent" in told and "10 frozen not sent" in told
-    groups = explained(run.comm.explain())
+    groups = explained(run.comm.explain(full=True))
     assert [name for name, text in groups.items() if "none, all frozen" in text] == ["blocks.0"]
     assert sum("Hadamard" in text for text in groups.values()) == 3
     run.model.reshard()
@@ -349,7 +349,7 @@ def mixing(config: SDP4BitConfig | None) -> list[float]:
             row = sum((s.end - s.start) * (group.row_dtype or s.dtype).itemsize for s in group.params)
             assert sent.intra_bytes == sent.inter_bytes == 3 * row
             assert (sent.intra_bytes, sent.inter_bytes) == (sent.plain_intra_bytes, sent.plain_inter_bytes)
-            assert reason in flat(run.comm.explain())
+            assert reason in flat(run.comm.explain(full=True))
         run.comm.state_dict()
     return losses
 
@@ -365,7 +365,7 @@ def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
     run = Run(build(reshard_after_forward=2), config, topology=topology, ordered=True).train(2)
     losses = run.finish()
     if config is not None:
-        assert flat(run.comm.explain()).count("reshard_after_forward=2") == 4
+        assert flat(run.comm.explain(full=True)).count("reshard_after_forward=2") == 4
         for group in run.comm.groups:
             # A ring over all ranks in forward and, of rows of twice the size, over a pair in backward.
             sent, row = (

@@ -55,7 +55,7 @@ def check_mode(overlap: bool) -> None:
     assert run.comm.stats()["steps"] == run.comm.stats()["sampled_step"] == 3
     assert all(g["weight_drift"] > 0 for g in run.comm.group_stats() if "expert" not in g["name"])
     run.comm.audit()
-    rows = explained(run.comm.explain())
+    rows = explained(run.comm.explain(full=True))
     assert "2 x 1" in rows["chunk0.expert.bfloat16.0"] and "int4/2048" in rows["chunk0.expert.bfloat16.0"]
 
 
@@ -90,6 +90,6 @@ def test_experts_under_tensor_parallelism_are_left_in_full_precision() -> None:
     run = MegatronRun(
         QUANTIZED, tp=2, transformer={**EXPERTS["transformer"], "expert_tensor_parallel_size": 1}
     )
-    rows = explained(run.comm.explain())
+    rows = explained(run.comm.explain(full=True))
     assert "int4/2048" in rows["chunk0.bfloat16.0"]
     assert EXPERTS_SPLIT in rows["chunk0.expert.bfloat16.0"], rows

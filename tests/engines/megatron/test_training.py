@@ -88,7 +88,7 @@ def fp32_buffer() -> None:
     assert_close_to_plain(training, options, 2, checks=EXACT_AND_CLOSE)
     quantized = MegatronRun(QUANTIZED, **options).train(3)
     quantized.evaluate()
-    assert "float32 parameters" in explained(quantized.comm.explain())["chunk0.float32.0"]
+    assert "float32 parameters" in explained(quantized.comm.explain(full=True))["chunk0.float32.0"]
     total = quantized.comm.stats()["last_step"]
     dense = next(c for c in quantized.comm.groups if c.replica is None)
     assert total["collectives"] == 2 * len(quantized.comm.groups)
@@ -103,7 +103,7 @@ def expert_buffer() -> None:
     run = MegatronRun(QUANTIZED, topology=1, transformer=MOE)
     stock = run.chunks[0].expert_parallel_bucket_groups
     assert stock and not any("start_grad_sync" in vars(group) for group in stock)
-    groups = explained(run.comm.explain())
+    groups = explained(run.comm.explain(full=True))
     assert ONE_RANK in groups["chunk0.expert.bfloat16.0"]
     assert "int4/2048" in groups["chunk0.bfloat16.0"]
 
@@ -147,13 +147,13 @@ def first_steps_in_full_precision() -> None:
     run.train(1)
     assert run.losses == plain[:3]
     assert run.evaluate() != plain[3]
-    assert "from step 2" in flat(run.comm.explain())
+    assert "from step 2" in flat(run.comm.explain(full=True))
 
     long = SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=10_000))
     short_rows = MegatronRun(long, topology=1, **OVERLAP)
     reduced = [comm for comm in short_rows.comm.groups if comm.reduction is not None]
     assert 0 < len(reduced) < len(short_rows.comm.groups)
-    assert "row below min_numel=10000" in flat(short_rows.comm.explain())
+    assert "row below min_numel=10000" in flat(short_rows.comm.explain(full=True))
     short_rows.train(1)
     with_short = MegatronRun(QUANTIZED, topology=1, **OVERLAP).train(1)
     sent = [r.comm.stats()["last_step"]["inter_bytes"] for r in (short_rows, with_short)]
@@ -215,7 +215,7 @@ def tensor_parallel(config: SDP4BitConfig | None, options: dict[str, Any]) -> Re
         assert_equal_in(run.state.get_tensor_model_parallel_group(), replicated(run), at_least=15)
         assert config.weights is not None
         is_quantized = config.weights.bits is not None  # else all values travel exactly
-        assert ("exact (equal under TP)" in flat(run.comm.explain())) == is_quantized
+        assert ("exact (equal under TP)" in flat(run.comm.explain(full=True))) == is_quantized
     return result
 
 

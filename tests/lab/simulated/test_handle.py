@@ -67,7 +67,7 @@ def test_on_one_node_nothing_is_quantized_unless_asked_for(asked_for: bool) -> N
     )
     handle, main = attach(asking if asked_for else SDP4BitConfig(), ranks_per_node=4)
     train(handle, main, steps=1)
-    table = flat(handle.explain())
+    table = flat(handle.explain(full=True))
     assert table.count('(WeightConfig(replica="full") quantizes)') == 2 * (not asked_for)
     assert table.count("(GradientConfig(inside_one_node=True) quantizes)") == 2 * (not asked_for)
     bits = [(group["weight_bits"], group["gradient_bits"]) for group in handle.group_stats()]
@@ -81,7 +81,7 @@ def test_what_it_tells_is_what_every_handle_tells() -> None:
     stats, now = handle.stats(), handle.measure()
     assert stats["steps"] == stats["sampled_step"] == 2 and stats["last_step"]["inter_bytes"] > 0
     assert stats["weight_drift"] > 0 and now["weight_drift"] > 0 and 0.05 < stats["gradient_error"] < 0.4
-    root = explained(handle.explain())["(root)"]
+    root = explained(handle.explain(full=True))["(root)"]
     assert "int4/2048 difference, node replica" in root and "inter int4/128, Hadamard" in root
     assert handle.audit() and handle.alerts() == []
     handle.resync()

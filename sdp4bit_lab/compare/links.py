@@ -1,0 +1,74 @@
+"""Time the demo's steps with and without sdp4bit at three rates of the link between its two nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sdp4bit.traffic import format_bytes
+from sdp4bit_lab.common.files import aligned, wrapped, write_atomically
+from sdp4bit_lab.common.launch.link import set_rate
+from sdp4bit_lab.common.phases import end_phases, phase
+from sdp4bit_lab.common.ranks import Ranks, run_on_all_ranks
+from sdp4bit_lab.compare.config import DEMO_PROCESSES, DEMO_RANKS_PER_NODE, LinkTimesConfig
+from sdp4bit_lab.pretrain.trainer import build_run
+
+RATES = (100, 250, 1000)
+"""Mbit/s between the nodes."""
+_REPEATS = 2
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkTimes:
+    """Seconds of a step of plain FSDP2 and of sdp4bit, by rate."""
+
+    seconds: dict[int, tuple[float, float]]
+    sent: tuple[float, float]
+    """Bytes that a node sends in a step."""
+    why_calculated: str
+    """Why there is no shaped link; "" if the seconds were measured on one."""
+
+    def text(self) -> str:
+        """Return a table for 80 columns, with its conditions."""
+        rows: list[tuple[str, ...]] = [("a step takes", "plain FSDP2", "sdp4bit", "gain")]
+        for rate, (plain, ours) in self.seconds.items():
+            gain = f"{plain / ours:.2f}x"
+            rows.append((f"at {rate:,} Mbit/s", f"{1000 * plain:,.0f} ms", f"{1000 * ours:,.0f} ms", gain))
+        rows.append(("a node sends", *map(format_bytes, self.sent), f"{self.sent[0] / self.sent[1]:.2f}x"))
+        conditions = (
+            "Measured: medians of warm steps, 2 nodes of 2 ranks on this machine, joined by a shaped link."
+        )
+        if self.why_calculated:
+            conditions = (
+                "Calculated, not measured: the median warm step on this machine, plus the bytes of a node "
+                f"over the rate, without overlap ({self.why_calculated})."
+            )
+        return "\n".join([*aligned(rows), wrapped([conditions])])
+
+
+def time_links(config: LinkTimesConfig, *, ranks: Ranks) -> LinkTimes:
+    """Time steps with and without sdp4bit, and print and write the table; call on every rank."""
+    run = build_run(config.run, ranks=ranks, label="sdp4bit")
+    comm, steps = run.loop.model.communication, run.loop.steps()
+    phase("training steps to warm up")
+    for _ in range(_WARM_UPS):
+        last = next(steps)
+    with comm.full_precision():
+        next(steps)
+    ours = last.inter_bytes * DEMO_RANKS_PER_NODE / DEMO_PROCESSES
+    sent = ours * last.compression_ratio, ours
+    seconds = {}
+    for rate in RATES[: 1 if config.why_calculated else None]:
+        phase(f"timing steps {'of this machine' if config.why_calculated else f'at {rate} Mbit/s'}")
+        if not config.why_calculated and ranks.rank % DEMO_RANKS_PER_NODE == 0:
+            set_rate(rate)
+        timed = comm.time_steps(lambda: next(steps), repeats=_REPEATS)
+        seconds[rate] = timed.plain, timed.quantized
+    if config.why_calculated:
+        (plain, quantized) = seconds[RATES[0]]
+        seconds = {rate: (plain + 8e-6 * sent[0] / rate, quantized + 8e-6 * sent[1] / rate) for rate in RATES}
+    end_phases()
+    comm.remove()
+    times = LinkTimes(seconds=seconds, sent=sent, why_calculated=config.why_calculated)
+    run_on_all_ranks(lambda: write_atomically(config.out, times.text() + "\n") if ranks.is_first else None)
+    return times
