@@ -145,7 +145,7 @@ class CommHandle(ABC):
         if self._removed:
             return f"{type(self).__name__}: removed"
         groups, stats = self.groups, self.stats()
-        shapes = dict.fromkeys(f"{g.layout.nodes} x {g.layout.ranks_per_node}" for g in groups)
+        shapes = dict.fromkeys(g.layout.describe() for g in groups)
         text = (
             f"{type(self).__name__}: {len(groups)} parameter groups on {', '.join(shapes) or 'no'} ranks "
             f"(nodes x ranks per node); weights of {sum(g.replica is not None for g in groups)} and "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.pieces import is_long_enough
@@ -162,12 +162,12 @@ def render(rows: Sequence[Row], *, full: bool = False) -> str:
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
     """Return one row for all that differ only in their names."""
-    alike: dict[Row, list[str]] = {}
+    alike: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        alike.setdefault(replace(row, name=""), []).append(row.name)
+        alike.setdefault(astuple(replace(row, name="")), []).append(row)
     return [
-        replace(row, name=first if not more else f"{first} to {more[-1]}, each of {1 + len(more)}")
-        for row, (first, *more) in alike.items()
+        replace(first, name=f"{first.name} to {more[-1].name}, each of {1 + len(more)}") if more else first
+        for first, *more in alike.values()
     ]
 
 

@@ -22,7 +22,7 @@ RESULT = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """Content of result.json; identical on all ranks except for the seconds."""
+    """Content of result.json; identical on all ranks except for times."""
 
     strategy: str
     """Label of the variant."""
@@ -39,6 +39,8 @@ class FinishedRun:
     """Median inter-node bytes of all ranks in a step."""
     seconds: float
     """Duration of all steps."""
+    step_seconds: float | None = None
+    """Median duration of a step after the first."""
     test_loss: float | None = None
     """Loss on the test split after the last step."""
     diverged_at: int | None = None
@@ -60,7 +62,7 @@ class FinishedRun:
             diverged_at = result.steps[-1].step
         equal = ("strategy", "seed", "train_loss", "intra_bytes_per_step", "inter_bytes_per_step")
         return cls(
-            **{name: getattr(result, name) for name in (*equal, "seconds", "test_loss")},
+            **{name: getattr(result, name) for name in (*equal, "seconds", "step_seconds", "test_loss")},
             losses=tuple(step.loss for step in result.steps),
             validation=tuple(result.validation),
             diverged_at=diverged_at,

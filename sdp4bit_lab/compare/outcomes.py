@@ -28,8 +28,8 @@ class StrategyOutcome:
     """None for the baseline itself, and without a common seed."""
     intra_bytes_per_step: int
     inter_bytes_per_step: int
-    seconds: float
-    """Mean duration of a run's steps."""
+    step_seconds: float | None
+    """Median duration of a step."""
 
 
 def outcomes(runs: Sequence[FinishedRun], *, baseline: str | None) -> list[StrategyOutcome]:
@@ -57,7 +57,11 @@ def outcomes(runs: Sequence[FinishedRun], *, baseline: str | None) -> list[Strat
                 difference=paired_difference(pairs, unstable_seeds=unstable) if pairs else None,
                 intra_bytes_per_step=all_runs[0].intra_bytes_per_step,
                 inter_bytes_per_step=all_runs[0].inter_bytes_per_step,
-                seconds=statistics.fmean(run.seconds for run in all_runs),
+                step_seconds=_median([run.step_seconds for run in all_runs if run.step_seconds is not None]),
             )
         )
     return results
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

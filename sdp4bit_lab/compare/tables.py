@@ -109,7 +109,7 @@ class Report:
         """Return captions and tables; the first row of a table has its titles."""
         losses: Table = [("strategy", "seeds", "validation loss", "significance")]
         differences: Table = [("strategy", "nats", INTERVAL, "percent", INTERVAL)]
-        costs: Table = [("strategy", "training loss", "intra-node", "inter-node", "fewer", "seconds")]
+        costs: Table = [("strategy", "training loss", "intra-node", "inter-node", "fewer", "ms/step")]
         plain = [o.inter_bytes_per_step for o in self.outcomes if o.strategy == self.baseline]
         for outcome in self.outcomes:
             name, difference, sent = outcome.strategy, outcome.difference, outcome.inter_bytes_per_step
@@ -132,7 +132,11 @@ class Report:
             costs.append(
                 (
                     *(name, _number(outcome.train_loss, ".4f"), format_bytes(outcome.intra_bytes_per_step)),
-                    *(format_bytes(sent), f"{ratio:.2f}x" if ratio > 1 else NONE, f"{outcome.seconds:.1f}"),
+                    *(
+                        format_bytes(sent),
+                        f"{ratio:.2f}x" if ratio > 1 else NONE,
+                        _number(outcome.step_seconds and 1000 * outcome.step_seconds, ",.0f"),
+                    ),
                 )
             )
         if not differences[1:]:
@@ -198,7 +202,7 @@ def _strategy_member(outcome: StrategyOutcome) -> dict[str, Any]:
         "train_loss_mean": outcome.train_loss,
         "intra_bytes_per_step": outcome.intra_bytes_per_step,
         "inter_bytes_per_step": outcome.inter_bytes_per_step,
-        "seconds_mean": outcome.seconds,
+        "step_seconds": outcome.step_seconds,
         "difference_to_baseline": difference and difference.mean,
         "difference_to_baseline_interval": difference and difference.interval,
         "difference_to_baseline_by_seed": difference and difference.by_seed,
@@ -220,6 +224,6 @@ def _run_member(run: FinishedRun) -> dict[str, Any]:
         "diverged_at": run.diverged_at,
         "intra_bytes_per_step": run.intra_bytes_per_step,
         "inter_bytes_per_step": run.inter_bytes_per_step,
-        "seconds": run.seconds,
+        "step_seconds": run.step_seconds,
         "spikes": [spike._asdict() for spike in run.spikes],
     }

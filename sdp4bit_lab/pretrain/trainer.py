@@ -79,7 +79,7 @@ class TrainingResult:
         return sum(step.step_seconds for step in self.steps)
 
     @property
-    def median_seconds(self) -> float:
+    def step_seconds(self) -> float:
         """Median duration of the steps after the first, which opens connections."""
         return statistics.median(step.step_seconds for step in self.steps[1:] or self.steps)
 
@@ -341,7 +341,7 @@ def _describe_result(run: Run) -> list[str]:
     fewer = f" ({ratio:.2f}x fewer than plain FSDP2)" if result.strategy != "baseline" else ""
     why = "; docs/telemetry.md: why your ratio differs" if fewer else ""
     return [
-        f"{steps} steps in {result.seconds:.1f} s, median {1000 * result.median_seconds:.1f} ms; "
+        f"{steps} steps in {result.seconds:.1f} s, median {1000 * result.step_seconds:.1f} ms; "
         + ", ".join(losses),
         f"inter-node: {format_bytes(result.inter_bytes_per_step)} per step{fewer}, "
         f"{format_bytes(sent)} in total{why}",

@@ -39,7 +39,8 @@ def finished(
         train_loss=losses[-1],
         intra_bytes_per_step=2000,
         inter_bytes_per_step=1000 if strategy == "baseline" else 250,
-        seconds=1.5,
+        seconds=30.0,
+        step_seconds=1.5,
         diverged_at=diverged_at,
         **content,
     )

@@ -19,7 +19,7 @@ COMPARE = [
 
 def result(folder: Path) -> dict[str, object]:
     content = json.loads((folder / "result.json").read_text())
-    assert content.pop("seconds") > 0
+    assert content.pop("seconds") > 0 and content.pop("step_seconds") > 0
     return content
 
 
