@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 
+from sdp4bit_lab.cli import COMMANDS, main
+from sdp4bit_lab.common.files import shorten_warnings
 from tests import ROOT
 from tests.test_package import python
 
@@ -27,15 +30,47 @@ def test_no_help_imports_torch() -> None:
     python(HELP_OF_EVERYTHING)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no command given: use one of pretrain, compare, demo"),
-        (["pretrian"], "'pretrian' is not a command: did you mean pretrain?"),
-    ],
-)
-def test_without_a_known_command_the_known_ones_are_named(arguments: list[str], message: str) -> None:
+def outcome(*arguments: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "sdp4bit_lab", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert message in done.stderr and done.stderr.count("\n") == 1
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_without_a_command_the_known_ones_are_listed_one_per_line() -> None:
+    code, printed, listed = outcome()
+    assert (code, printed) == (2, "")
+    assert outcome("help") == (0, listed, "")
+    lines = listed.splitlines()
+    assert [line.split()[0] for line in lines[lines.index("commands:") + 1 :]] == list(COMMANDS)
+    assert max(map(len, lines)) <= 80
+
+
+def test_an_unknown_command_is_one_line() -> None:
+    code, printed, told = outcome("pretrian")
+    assert (code, printed) == (2, "")
+    assert told == "sdp4bit: error: 'pretrian' is not a command: did you mean pretrain?\n"
+
+
+def test_a_checkpoint_that_does_not_exist_is_found_before_torch_is_imported() -> None:
+    code, printed, told = outcome("pretrain", "--load", "nowhere")
+    assert (code, printed) == (2, "")
+    assert told == "sdp4bit: error: --load nowhere: no checkpoint found (no such folder)\n"
+
+
+def test_our_warnings_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    shorten_warnings()
+    for text in ("sdp4bit: some\nthing", "deprecated"):
+        warnings.showwarning(UserWarning(text), UserWarning, "file.py", 3)
+    ours, theirs = capsys.readouterr().err.splitlines()
+    assert ours == "sdp4bit: warning: some thing"
+    assert theirs == "file.py:3: UserWarning: deprecated"
+
+
+def test_a_plan_without_a_cluster_says_that_it_is_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 0
+    assert "this is the paper's, as an example" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "--cluster", "a100"]) == 0
+    assert "example" not in capsys.readouterr().out

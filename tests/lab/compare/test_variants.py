@@ -73,7 +73,7 @@ def test_contradictions_are_refused_with_the_way_out(text, message):
     ("text", "message"),
     [
         ("qwd:steps=64", "qwd has no option --steps: "),
-        ("qwd:wq-group-size=many", "Error parsing --wq-group-size"),
+        ("qwd:wq-group-size=many", "--wq-group-size many: an integer is expected"),
     ],
 )
 def test_options_are_parsed_as_those_of_pretrain(text, message):

@@ -193,7 +193,10 @@ class TestInputs:
         [
             (b"{", "not JSON"),
             (b'"text"', "expected a JSON object, not str"),
-            (b'{"words": "x"}', "no \"text\" among 'words': set --json-keys of"),
+            (
+                b'{"words": "x"}',
+                "no \"text\" among 'words': convert the file with `sdp4bit preprocess --json-keys words`",
+            ),
             (b'{"text": 3}', '"text" is int, not a string'),
             (b'{"text": ["a", null]}', '"text" is NoneType, not a string'),
             (b'{"text": "\\ud800"}', '"text" is not valid text: .*surrogates'),
