@@ -161,7 +161,7 @@ def _compare(config: CompareConfig) -> int:
 
 @_command(
     "demo",
-    summary="show the gain with a small GPT: step times on slow links, then losses",
+    summary="show the gain with a small GPT: step times on slow links, losses",
     settings="sdp4bit_lab.compare.config:DemoConfig",
     packages=(*_TRAINING, "matplotlib", "scipy"),
 )

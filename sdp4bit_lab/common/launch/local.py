@@ -86,9 +86,11 @@ def run_rank(program: str, *, config: object, timeout: timedelta) -> int:
     """Run a program as the rank that the environment describes; return the exit code."""
     rank, run = int(os.environ.get("RANK", "0")), pkgutil.resolve_name(program)
     try:
-        phase(f"joining {os.environ.get('WORLD_SIZE', '1')} ranks")
+        if "RANK" in os.environ:
+            phase(f"joining {os.environ['WORLD_SIZE']} ranks")
         # A launcher's rank ignores repeated signals until it has exited.
         with keeping_handlers(restores="RANK" not in os.environ), join_ranks(timeout=timeout) as ranks:
+            end_phases()
             run(config, ranks=ranks)
             ignore()
     except BaseException as error:

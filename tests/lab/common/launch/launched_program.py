@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.launch.local import run_on_ranks
 from sdp4bit_lab.common.launch.signals import received
-from sdp4bit_lab.common.ranks import Ranks
+from sdp4bit_lab.common.ranks import Ranks, listen_on_rank
 from sdp4bit_lab.common.settings import SettingError
 
 PROGRAM = "tests.lab.common.launch.launched_program:program"
@@ -27,6 +27,9 @@ def program(deed: str, *, ranks: Ranks) -> None:
         if ranks.is_first:
             print("listens on", *sorted(_listening_addresses()))
         return
+    if deed != "early SIGTERM":
+        listen_on_rank(ranks)
+        dist.barrier()
     if ranks.rank == ranks.world_size - 1:
         _strike(deed)
     left = torch.zeros(())
@@ -52,7 +55,7 @@ def _listening_addresses() -> set[str]:
 
 
 def _strike(deed: str) -> None:
-    number = signal.SIGTERM if deed == "second SIGTERM" else signal.Signals[deed]
+    number = signal.SIGTERM if "SIGTERM" in deed else signal.Signals[deed]
     if number == signal.SIGKILL:
         os.kill(os.getpid(), number)
     # As `timeout` does it: the command, then the whole process group.

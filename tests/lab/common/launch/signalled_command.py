@@ -7,6 +7,7 @@ it. Ranks that the command starts import this file, too.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -30,12 +31,14 @@ def strike(phase: str) -> None:
         os.killpg(os.getpgid(launched), signal.Signals[name])
 
 
-def watch(owner: object, name: str, phase: str) -> None:
-    function = getattr(owner, name)
+def watch(owner: object, name: str, phase: str, *, after: int = 0) -> None:
+    """Strike in a call, after so many."""
+    function, calls = getattr(owner, name), itertools.count()
 
     @functools.wraps(function)
     def watched(*args: object, **kwargs: object) -> object:
-        strike(phase)
+        if next(calls) >= after:
+            strike(phase)
         return function(*args, **kwargs)
 
     setattr(owner, name, watched)
@@ -43,7 +46,8 @@ def watch(owner: object, name: str, phase: str) -> None:
 
 # The data is prepared, and the model is still to be built.
 watch(Batches, "__init__", "start")
-watch(Batches, "training", "training")
+# Until the first step has ended, a signal ends the process.
+watch(Batches, "training", "training", after=1)
 watch(TrainingLoop, "validate", "validation")
 # In the background, beside the steps that follow.
 watch(checkpoint, "save_state", "saving")

@@ -6,6 +6,7 @@ Layer: the command line in a session of its own, 2 processes; torchrun.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ STEPS = 12
 SIGNALLED = [sys.executable, str(Path(__file__).with_name("signalled_command.py"))]
 LEAVING = "the ranks stop after this step; a second one kills them"
 ENDED = "killed the ranks"
+PHASE = re.compile(r"sdp4bit: \d+ s: (still )?(starting|importing|joining) ")
 Process = subprocess.Popen[str]
 
 
@@ -45,6 +47,8 @@ def saved_step(folder: Path) -> int:
     [
         ("setting", 2, 2, ["sdp4bit: error: change it"]),
         ("SIGTERM", 2, 0, [f"sdp4bit: SIGTERM: {LEAVING}", "left because of SIGTERM"]),
+        ("early SIGTERM", 1, -signal.SIGTERM, []),
+        ("early SIGTERM", 2, 143, [f"sdp4bit: error: SIGTERM: {ENDED}, which had nothing to save"]),
         ("SIGINT", 1, 130, ["left because of SIGINT"]),
         ("second SIGTERM", 1, -signal.SIGTERM, []),
         ("second SIGTERM", 2, 143, [f"sdp4bit: SIGTERM: {LEAVING}", f"sdp4bit: error: SIGTERM: {ENDED}"]),
@@ -56,15 +60,14 @@ def test_faults_and_signals_end_all_ranks(deed, ranks, code, output):
     program = [sys.executable, "-u", "-m", "tests.lab.common.launch.launched_program", deed, str(ranks)]
     ended = outcome_of(program)
     assert ended[0] == code, ended[1]
-    started = [f"sdp4bit: starting {ranks} processes"] if ranks > 1 else []
     if output is None:
         assert "rank 1 failed (killed by SIGKILL); the other ranks were stopped" in ended[1]
     else:
-        lines = ended[1].splitlines()
+        lines = [line for line in ended[1].splitlines() if not PHASE.match(line)]
         if torch.__version__ < "2.10":  # gloo says there which ranks are connected, in the middle of lines
-            assert set(lines) >= {*started, *output}
+            assert set(lines) >= {*output}
         else:
-            assert sorted(lines) == sorted([*started, *output])
+            assert sorted(lines) == sorted(output)
 
 
 @pytest.mark.slow
@@ -92,13 +95,14 @@ def test_a_run_signalled_in_every_phase_has_the_losses_of_an_undisturbed_one(lau
         assert plan.read_text() == "", output
         name, _, phase = fault.partition(" ")
         if launcher == "sdp4bit":
-            assert code == (130 if name == "INT" else 0), output
+            ends_at_once = 128 + signal.Signals[f"SIG{name}"] if phase == "start" else 0
+            assert code == (130 if name == "INT" else ends_at_once), output
         else:
             assert (code == 0) == (not fault), output
         saved.append(saved_step(folder))
         if phase == "start":
             # Before the first step nothing is trained or saved.
-            assert f"because of SIG{name}; nothing was trained" in output
+            assert f"/{STEPS} |" not in output
             assert saved[-1] == saved[-2]
         else:
             assert not fault or f"because of SIG{name}; saved in" in output
@@ -108,18 +112,18 @@ def test_a_run_signalled_in_every_phase_has_the_losses_of_an_undisturbed_one(lau
 
 
 @pytest.mark.slow
-def test_a_signal_before_the_ranks_listen_reaches_them(tmp_path):
+def test_a_signal_before_the_first_step_ends_the_ranks_at_once(tmp_path):
     text, folder = write_text(tmp_path / "text.txt"), tmp_path / "checkpoints"
 
     def signal_early(process: Process) -> None:
         # They import torch for seconds, and do not listen yet.
         wait_until(lambda: len(ranks_of(process.pid)) == 2, process=process)
         os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=10)
 
     run = [*PRETRAIN, *options(text, tmp_path / "run"), "--save", str(folder)]
     code, output = outcome_of(run, signal_early)
-    assert code == 0, output
-    assert "stopped after step 0 because of SIGTERM; nothing was trained" in output
+    assert code == 143 and "nothing to save" in output, output
     assert not folder.exists() or names(folder) == []
 
 
@@ -145,6 +149,8 @@ def test_compare_demo_and_probe_leave_on_a_signal_to_the_group(tmp_path):
     assert "Stopped by SIGINT. The same command continues with the remaining runs." in output
 
     out = tmp_path / "demo"
+    out.mkdir()
+    (out / "links.txt").write_text("timed before")
     demo = ["demo", "--out", str(out), "--cache-dir", str(tmp_path / "cache")]
     code, output = outcome_of_signal(signal.SIGTERM, demo, out=out)
     assert code == 0, output
