@@ -1,0 +1,39 @@
+"""Phases of a program are printed when they begin and while they last. Layer: fresh processes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+
+PROGRAM = """
+import os, sys, time
+from sdp4bit_lab.common import phases
+os.environ["RANK"] = sys.argv[1]
+phases._INTERVAL = 0.2
+phases.phase("before the start")
+phases.start_phases("first", began=time.monotonic() - 70)
+time.sleep(0.7)
+phases.phase("second")
+phases.end_phases()
+time.sleep(0.7)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_repeats_a_phase_until_the_next_one(rank: int) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(rank)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = [re.sub(r"7\d s", "70 s", line) for line in done.stderr.splitlines()]
+    assert done.stdout == ""
+    if rank:
+        assert lines == []
+        return
+    before, first, *still, second = lines
+    assert (before, first) == ("sdp4bit: before the start", "sdp4bit: 70 s: first")
+    assert still and set(still) == {"sdp4bit: 70 s: still first"}
+    assert second == "sdp4bit: 70 s: second"
