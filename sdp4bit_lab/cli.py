@@ -203,6 +203,9 @@ def _time_links(config: DemoConfig, parallel: RanksConfig) -> int:
 def _export(config: ExportConfig) -> int:
     """Write a checkpoint's model and tokenizer as a Hugging Face GPT-2 model: config.json, model.safetensors
     and the tokenizer files. Needs one process and no GPU."""
+    from sdp4bit_lab.common.phases import start_phases
+
+    start_phases(f"reading {config.load}")
     from sdp4bit_lab.pretrain.export import export_model
 
     print(f"sdp4bit: wrote {export_model(config)}")
@@ -282,6 +285,9 @@ def _selftest(config: SelftestConfig) -> int:
 def _report(config: ReportConfig) -> int:
     """Write an HTML page about training runs: loss, inter-node bytes and training stability. Reads the --out
     folders of pretrain, compare and demo, even during training."""
+    from sdp4bit_lab.common.phases import start_phases
+
+    start_phases("reading the runs")
     from sdp4bit_lab.report.command import write_report
 
     print(f"sdp4bit: wrote {write_report(config)}")

@@ -25,6 +25,7 @@ from sdp4bit.quantization.layout import message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit.traffic import Grid, format_bytes
 from sdp4bit_lab.common.files import wrapped, write_atomically
+from sdp4bit_lab.common.phases import end_phases, phase
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.config import PROBE_FORMAT, ProbeConfig
@@ -87,12 +88,15 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     hosts = gather_over_ranks(host_name(), what="names of the hosts")
     topology = run_on_all_ranks(lambda: _topology(config))
     per_rank = round(config.megabytes * 1e6)
+    phase("timing exchanges inside the nodes and between them")
     intra = _link(topology.intra, sent_bytes=per_rank, rounds=rounds, device=device)
     inter = _link(topology.inter, sent_bytes=per_rank, rounds=rounds, device=device)
     destroy_topology(topology)
     # A single rank sends nothing; time its kernels as for two ranks.
     quantize, moved = _quantization(config.quantized_values, ranks=max(2, len(hosts)), device=device)
+    phase("timing the quantization")
     quantization_seconds = _seconds(quantize, rounds=rounds, device=device)
+    end_phases()
     return {
         "format": PROBE_FORMAT,
         "name": f"{hosts[0]}, {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}",

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig, quantize_communication
 from sdp4bit.engines.fsdp2.events import StepObserver
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
+from sdp4bit.traffic import format_bytes
 from tests import toy
 from tests.ranks import on_ranks, run_ranks
 from tests.tables import explained
@@ -248,6 +249,12 @@ def test_reports_add_up() -> None:
         "nonfinite_groups": 0,
     }
     assert [group["compression_ratio"] for group in comm.group_stats()] == [None] * 4
+    assert comm.log_values() == {}
+    described = str(comm)
+    assert described.startswith(
+        "FSDPCommHandle: 4 parameter groups on 2 x 2 ranks (nodes x ranks per node); "
+    )
+    assert described.endswith(" are quantized")
     header, rule, *lines = comm.explain(full=True).splitlines()
     names = [group.view.name for group in comm.groups]
     numbers = [line for line in lines if not line.startswith(" ")]
@@ -272,6 +279,14 @@ def test_reports_add_up() -> None:
     measured = comm.measure()
     assert 0 < measured["weight_drift"] < 0.1 and measured["gradient_error"] is None  # step 10 has not come
     assert 2 < reported["compression_ratio"] < 16
+    assert comm.log_values() == {
+        "sdp4bit/inter_bytes": float(reported["last_step"]["inter_bytes"]),
+        "sdp4bit/intra_bytes": float(reported["last_step"]["intra_bytes"]),
+        "sdp4bit/compression_ratio": reported["compression_ratio"],
+        "sdp4bit/full_refreshes": float(reported["full_refreshes"]),
+    }
+    sent = format_bytes(reported["last_step"]["inter_bytes"])
+    assert f"; step 2: {sent} inter-node ({reported['compression_ratio']:.2f}x)" in str(comm)
     block, norm = (explained(table)[name] for name in ("blocks.0", "norm"))
     assert "2 x 2" in block and "int4/2048 difference, node replica" in block
     assert "intra int8/128, inter int4/128, Hadamard" in block
