@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from sdp4bit_lab.common.launch.link import linked_nodes
 from tests import mutations, ranks
 
 ECOSYSTEM = (
@@ -42,6 +43,7 @@ STARTERS = (
     subprocess.check_output,
     multiprocessing.get_context,
     os.fork,
+    linked_nodes,
 )
 
 _running_unit: list[str] = []
