@@ -78,7 +78,7 @@ class SDP4BitCallback(Callback):
         """Record this rank's statistics of the step."""
         assert self.comm is not None
         if self.comm.is_attached:
-            for name, value in attachment.log_values(self.comm).items():
+            for name, value in self.comm.log_values().items():
                 self.trainer.record_metric(name, value)
 
 
