@@ -472,8 +472,9 @@ def logs(request: pytest.FixtureRequest) -> dict[str, list[Log]]:
 @marked(ORDERED_SCENARIOS, ORDERED_QUICK)
 def test_all_ranks_call_the_same_collectives_in_one_order(logs: dict[str, list[Log]], name: str) -> None:
     assert len(logs[name][0]) > 50
-    # Shards inside a node and replicas between nodes have one level each.
-    assert len({call.group for call in logs[name][0]}) > (2 if "DP" in name else 4)
+    # Shards inside a node and replicas between nodes have one level each. Blocks have one rank per node here.
+    fewest = 3 if "DP" in name else 4 if "blocks" in name else 5
+    assert len({call.group for call in logs[name][0]}) >= fewest
     assert disorder(logs[name]) == ""
 
 
