@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# Imported here once, because the first optimizer of each rank would do it.
+import torch._dynamo
 import torch.distributed as dist
 from torch import multiprocessing, profiler
 from torch.distributed.device_mesh import init_device_mesh
