@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stage 1, fp16": {
         "zero_optimization": {"stage": 1},
         "bf16": {"enabled": False},
-        "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1},  # the first step overflows
+        "fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1},  # the first steps overflow
     },
 }
 
@@ -158,10 +158,10 @@ def test_without_quantizers_a_run_equals_plain_and_with_them_it_is_close(
         assert quantized["losses"] != plain["losses"]
         assert quantized["losses"] == pytest.approx(plain["losses"], rel=0.01)
         assert found["from plain"]["losses"] == pytest.approx(plain["losses"][-6:], rel=0.01)
-        assert plain["losses"][-1] < 0.9 * plain["losses"][0]
+        assert plain["losses"][-1] < 0.95 * plain["losses"][1]
         # The first parameter has no gradient, and must not get the noise of a quantized zero.
         assert quantized["weights"][0] == pytest.approx(plain["weights"][0], rel=0.01)
-        assert plain["skipped"] == ("fp16" in name)
+        assert (plain["skipped"] > 0) == ("fp16" in name)
         assert quantized["stats"]["steps"] == STEPS - plain["skipped"]
         # Plain DeepSpeed gathers rows of 16 bits and sends each gradient twice, to and from its sum.
         stats, numel = quantized["stats"], sum(map(len, quantized["main"]))
