@@ -50,7 +50,7 @@ demo: $(STAMP) ## train a small GPT with and without 4-bit communication, into r
 
 docs: $(STAMP) ## build the documentation site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo 'serve it, with search: $(BIN)/python -m http.server --directory build/site'
+	@echo 'open build/site/index.html'
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python $(PYTEST)

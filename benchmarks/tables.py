@@ -143,28 +143,22 @@ def loss_section(result: dict[str, Any]) -> str:
 
     found, unstable = losses(result), unstable_seeds(result)
     stable = {loss.strategy: loss for loss in losses(result, only_stable=True)} if unstable else {}
+    # The verdict stands left of the numbers that a narrow screen cuts off.
     titles = [
         "strategy",
         "bytes",
-        "gradient",
-        "weight",
         "seeds",
-        "loss",
         "difference",
         "95 % interval",
-        "stable seeds only",
         "verdict",
+        "stable seeds only",
+        "loss",
     ]
     rows = [
         [
-            *(
-                f"`{loss.name}`",
-                f"{loss.bytes:.2f}",
-                f"{loss.gradient_bytes:.3f}",
-                f"{loss.weight_bytes:.3f}",
-            ),
-            *(str(loss.seeds), "" if loss.loss is None else f"{loss.loss:.4f}"),
-            *(percent(loss.percent), loss.interval_text(), quiet(stable.get(loss.strategy)), loss.verdict),
+            *(f"`{loss.name}`", f"{loss.bytes:.2f}", str(loss.seeds)),
+            *(percent(loss.percent), loss.interval_text(), loss.verdict, quiet(stable.get(loss.strategy))),
+            "" if loss.loss is None else f"{loss.loss:.4f}",
         ]
         for loss in found
     ]

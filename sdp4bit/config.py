@@ -343,9 +343,9 @@ class SDP4BitConfig:
         sdp4bit-w2g3, sdp4bit-w2g2: weight differences of 2 bits, and gradients of 3 or 2 bits between nodes,
         in smaller groups. They send 0.70 and 0.57 bytes per parameter instead of 1.02 at a higher loss
         (docs/numerics.md).
-        sdp4bit-paper: the paper's SDP4Bit, which is qwd and tlq-hs. Its ablation quantizes rows as a unit:
-        baseline nothing; qw the weights, qwd their differences in 4 bits; ulq gradients in 4 bits at both
-        hops, tlq in 8 bits inside a node and 4 bits between nodes, tlq-hs after a Hadamard transform.
+        sdp4bit-paper: the paper's SDP4Bit, which is qwd and tlq-hs. Its ablation quantizes rows as a unit.
+        baseline quantizes nothing, qw weights and qwd their differences, in 4 bits. ulq quantizes gradients
+        in 4 bits at both hops, and tlq in 8 bits inside a node; tlq-hs transforms them first.
 
         Raises:
             ValueError: the name is unknown.

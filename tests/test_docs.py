@@ -15,6 +15,7 @@ from functools import cache
 from html.parser import HTMLParser
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -27,21 +28,23 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 """Attributes whose targets a browser loads by itself."""
+INCLUDED = re.compile(r"<!-- include (\S+) -->")
+"""A line that the site replaces by a file."""
 
 
 @cache
 def markdown(path: Path) -> str:
-    """Return a page without its blocks and spans of code, and with the files that it includes."""
-    text = re.sub(
-        r"^<!-- include (\S+) -->$", lambda m: (ROOT / m[1]).read_text(), path.read_text(), flags=re.MULTILINE
-    )
-    return re.sub(r"^```.*?^```$|^    .*?$", "", text, flags=re.MULTILINE | re.DOTALL)
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```$|^    .*?$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 @cache
 def anchors(path: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and the site make them."""
-    headings = re.findall(r"^#+ (.*)$", markdown(path), re.MULTILINE)
+    text = markdown(path)
+    if alone := INCLUDED.fullmatch(text.strip()):
+        text = markdown(ROOT / alone[1])
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
@@ -65,8 +68,6 @@ def test_messages_that_are_explained_are_those_of_the_library() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_files_lead_somewhere(page: Path) -> None:
-    if page.read_text().startswith("<!-- include"):
-        return  # whose links are those of the file
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", markdown(page))):
         parts = urlsplit(target)
         if parts.scheme:
@@ -76,6 +77,16 @@ def test_links_between_files_lead_somewhere(page: Path) -> None:
         assert file.exists(), f"{page.name}: {target}"
         if parts.fragment and file.suffix == ".md" and file.parent.name != "reference":
             assert parts.fragment in anchors(file.resolve()), f"{page.name}: {target}"
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """Return the hooks of the site."""
+    spec = spec_from_file_location("hooks", ROOT / "docs" / "site" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -90,16 +101,33 @@ def test_links_between_files_lead_somewhere(page: Path) -> None:
     ],
 )
 def test_the_site_links_a_public_repository_only(
-    remote: str, url: str, monkeypatch: pytest.MonkeyPatch
+    remote: str, url: str, hooks: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = ROOT / "docs" / "site" / "hooks.py"
-    spec = spec_from_file_location("hooks", path)
-    assert spec is not None and spec.loader is not None
-    hooks = module_from_spec(spec)
-    spec.loader.exec_module(hooks)
     done = subprocess.CompletedProcess([], 0, stdout=f"{remote}\n")
     monkeypatch.setattr(hooks.subprocess, "run", lambda *_, **__: done)
-    assert hooks._clone_url() == url
+    config = SimpleNamespace(site_name="name", repo_url=None, repo_name=None)
+    hooks.on_config(config)
+    assert (config.repo_url or "") == url
+    assert config.repo_name == ("one/two" if url else None)
+    assert config.site_name == f"name {sdp4bit.__version__}"
+
+
+def test_a_page_contains_the_tables_that_it_includes(hooks: ModuleType) -> None:
+    def shown(name: str, text: str) -> str:
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=name))
+        filled: str = hooks.on_page_markdown(text, page, SimpleNamespace(repo_url=None))
+        return filled
+
+    text = shown("speed.md", "# Speed\n\n[a](results/speed.md#x)\n\n<!-- include docs/results/speed.md -->")
+    assert "\n## Seconds per step\n" in text and "\n### Profile of a step\n" in text
+    assert "[a](speed.md#x)" in text and "[How this is measured](speed.md)" in text
+    assert shown("reference/a.md", "[b](../results/speed.md)") == "[b](../speed.md#seconds-per-step)"
+    assert (
+        shown("reference/a.md", "[c](../method.md#x) f[d](method.md)")
+        == "[c](../method.md#x) f[d](method.md)"
+    )
+    assert shown("lora.md", "[e](../examples/lora_trl.py)") == "e"
+    assert shown("index.md", "<!-- include README.md -->").startswith("# sdp4bit")
 
 
 @dataclass

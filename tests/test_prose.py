@@ -27,7 +27,7 @@ PAGES = [
     ),
 ]
 CHECKED_NUMBERS = {
-    "docs/fsdp2.md",  # results/muon_traffic.json
+    "docs/muon.md",  # results/muon_traffic.json
     "docs/lora.md",  # experiments/finetuning/result.json, and the command above the table
     "docs/low-precision.md",  # tests/engines/fsdp2/test_subclasses.py
     "docs/planning.md",  # tests/lab/plan

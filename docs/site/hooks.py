@@ -1,13 +1,15 @@
-"""Hooks of MkDocs: pages made of files outside docs/, the version, and links to the repository."""
+"""Hooks of MkDocs: pages made of other files, the version, and links to the repository."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 INCLUDE = re.compile(r"^<!-- include (\S+) -->$", re.MULTILINE)
 """A line of a page that represents a file of the repository."""
 URL = "REPOSITORY_URL"
@@ -23,13 +25,36 @@ PAGES = {
 
 
 def on_config(config: Any, **_: Any) -> Any:
-    """Show the version on every page, and link the repository that this checkout was cloned from, if any."""
+    """Show version and repository in the header.
+
+    The repository is the one that this checkout was cloned from, if it is public.
+    """
     source = (ROOT / "sdp4bit" / "config.py").read_text(encoding="utf-8")
     version = re.search(r'^VERSION = "(.*)"$', source, re.MULTILINE)
     assert version is not None, "sdp4bit/config.py has no VERSION"
-    config.copyright = f"{config.site_name} {version[1]}, Apache-2.0"
+    config.site_name = f"{config.site_name} {version[1]}"
+    config.copyright = f"{config.site_name}, Apache-2.0"
     config.repo_url = config.repo_url or _clone_url() or None
+    if config.repo_url and not config.repo_name:
+        config.repo_name = config.repo_url.partition("://")[2].partition("/")[2]
     return config
+
+
+def _homes() -> dict[str, str]:
+    """Return the pages of docs/ that another page includes, and the pages that include them."""
+    return {
+        found.removeprefix("docs/"): path.name
+        for path in DOCS.glob("*.md")
+        for found in INCLUDE.findall(path.read_text(encoding="utf-8"))
+        if found.startswith("docs/")
+    }
+
+
+def on_files(files: Any, **_: Any) -> Any:
+    """Leave out the pages that are parts of another one."""
+    for name in _homes():
+        files.remove(files.get_file_from_path(name))
+    return files
 
 
 def _clone_url() -> str:
@@ -41,34 +66,43 @@ def _clone_url() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Fill in the files that a page includes, and point links outside docs/ at the site or the repository.
+    """Fill in the files that a page includes, and point links at the site or the repository.
 
-    Without a repository such a link becomes text, unless its target is a page of the site.
+    Without a repository a link to a file outside docs/ becomes text, unless its target is a page of the site.
     """
     url = config.repo_url or ""
     up = "../" * page.file.src_uri.count("/")
-    outside = f"../{up}"
+    is_a_part = INCLUDE.fullmatch(markdown.strip()) is None
+    homes = _homes()
+    here = posixpath.dirname(f"docs/{page.file.src_uri}")
 
-    def upwards(found: re.Match[str]) -> str:
-        is_outside = found[3].startswith(outside)
-        return _from_root(found, found[3].removeprefix(outside), up=up, url=url) if is_outside else found[0]
+    def moved(text: str, folder: str) -> str:
+        def link(found: re.Match[str]) -> str:
+            path = posixpath.normpath(posixpath.join(folder, found[3]))
+            stays = folder == here and path.startswith("docs/") and path.removeprefix("docs/") not in homes
+            return (
+                found[0] if stays or ":" in found[3] else _link_to(path, found, up=up, url=url, homes=homes)
+            )
+
+        return LINK.sub(link, text)
 
     def included(found: re.Match[str]) -> str:
-        text = (ROOT / found[1]).read_text(encoding="utf-8")
-        text = text.replace(URL, url or URL)
-        return LINK.sub(lambda link: _from_root(link, link[3], up=up, url=url), text)
+        text = (ROOT / found[1]).read_text(encoding="utf-8").replace(URL, url or URL)
+        text = re.sub(r"^(?=#+ )", "#", text, flags=re.MULTILINE) if is_a_part else text
+        return moved(text, posixpath.dirname(found[1]))
 
-    return INCLUDE.sub(included, LINK.sub(upwards, markdown))
+    return INCLUDE.sub(included, moved(markdown, here))
 
 
-def _from_root(found: re.Match[str], target: str, *, up: str, url: str) -> str:
-    """Return a link to a file, named from the root of the repository, for a page that is `up` from docs/."""
+def _link_to(path: str, found: re.Match[str], *, up: str, url: str, homes: dict[str, str]) -> str:
+    """Return a link to a file of the repository, for a page that is `up` from docs/."""
     is_image, text, _, anchor = found.groups(default="")
-    if ":" in target:
-        return found[0]
-    inside = target.removeprefix("docs/") if target.startswith("docs/") else PAGES.get(target)
+    inside = path.removeprefix("docs/") if path.startswith("docs/") else PAGES.get(path)
     if inside is None:
-        return f"[{text}]({url}/blob/HEAD/{target}{anchor})" if url else text
+        return f"[{text}]({url}/blob/HEAD/{path}{anchor})" if url else text
+    if inside in homes:
+        title = (DOCS / inside).read_text(encoding="utf-8").partition("\n# ")[2].partition("\n")[0]
+        inside, anchor = homes[inside], anchor or f"#{title.lower().replace(' ', '-')}"
     return f"{is_image}[{text}]({up}{inside}{anchor})"
 
 

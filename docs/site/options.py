@@ -6,6 +6,7 @@ python docs/site/options.py
 from __future__ import annotations
 
 import pkgutil
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from sdp4bit_lab.pretrain.model.cards import (  # noqa: E402
 PRESETS_HEAD = """\
 | preset | layers | hidden | heads | parameters | sequence | micro batch | learning rate |
 |---|---:|---:|---:|---:|---:|---:|---:|"""
+LONGEST_NAME = 30
+"""Characters of an option with its choices; longer choices move into the text."""
 HEAD = """# Command line
 
 `python docs/site/options.py` writes this page from the settings of the commands. `sdp4bit COMMAND
@@ -63,7 +66,7 @@ def _presets() -> Iterator[str]:
 def _parts(command: Command, seen: dict[str, str]) -> Iterator[str]:
     """Yield heading, description and tables; a table that an earlier command has is named only."""
     yield f"## sdp4bit {command.name}"
-    yield textwrap.fill(command.description, 100, break_on_hyphens=False)
+    yield textwrap.fill(_marked(command.description), 100, break_on_hyphens=False)
     repeated = []
     for section, options in groupby(
         options_of(pkgutil.resolve_name(command.settings)), lambda each: each.section
@@ -74,19 +77,30 @@ def _parts(command: Command, seen: dict[str, str]) -> Iterator[str]:
             continue
         seen[rows] = command.name
         title = f"**{section.replace('_', ' ').capitalize()}**\n\n" if section else ""
-        yield f"{title}| option | default | |\n|---|---|---|\n{rows}"
+        yield f"{title}| option | |\n|---|---|\n{rows}"
     if repeated:
         yield f"Options described above: {', '.join(repeated)}."
 
 
 def _row(option: Option) -> str:
-    value = f" {option.value}" if option.value and option.flags[0].startswith("-") else ""
-    cells = (
-        ", ".join(f"`{flag}{value}`" if flag == option.flags[0] else f"`{flag}`" for flag in option.flags),
-        option.default,
-        option.text,
-    )
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('<', '&lt;') for cell in cells)} |"
+    """Return the row of an option: its names, one per line, and its meaning, choices and default."""
+    name, *others = option.flags
+    value, text = option.value, option.text
+    if len(f"{name} {value}") > LONGEST_NAME and value.startswith("{"):
+        text += f" One of {', '.join(f'`{choice}`' for choice in value.strip('{}').split(','))}."
+        value = "NAME"
+    shown = f"{name} {value}" if value and name.startswith("-") else name
+    default = f" Default: {option.default}." if option.default else ""
+    cells = ["<br>".join(f"`{each}`" for each in (shown, *others))]
+    cells.append(_marked(f"{text}{default}").replace("<", "&lt;"))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _marked(text: str) -> str:
+    """Return a text whose options are marked as code."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"--[a-z][\w-]*", r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 if __name__ == "__main__":

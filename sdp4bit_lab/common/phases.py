@@ -1,4 +1,4 @@
-"""Print what a program is doing until its first step, at least every 5 seconds."""
+"""Print the phases of a program until its first step, at least every 5 seconds."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class DemoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTimesConfig:
-    """What the demo times at three link rates."""
+    """Settings of the demo's steps at three link rates."""
 
     run: PretrainConfig
     out: Path
@@ -166,7 +166,7 @@ class LinkTimesConfig:
 
     @classmethod
     def of(cls, demo: DemoConfig, *, why_calculated: str) -> LinkTimesConfig:
-        """Return what is timed for a demo."""
+        """Return the settings for a demo."""
         run = next(run for variant, run in demo.comparison().runs() if variant.strategy == "sdp4bit")
         # Enough steps to draw from; the run is dropped afterwards.
         run = replace(run, training=replace(run.training, steps=10_000))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
-from examples import by_hand
+from examples import averages, by_hand
 from sdp4bit.collectives import create_topology
 from tests import ROOT
 from tests.ranks import on_ranks
@@ -133,6 +133,35 @@ def test_training_by_hand_equals_fsdp2_with_the_library_bit_for_bit() -> None:
     assert comm.stats()["compression_ratio"] > 5  # weights and gradients are quantized
     assert by_hand_losses == fsdp2_losses and by_hand_losses[-1] < by_hand_losses[0]
     assert torch.equal(shard, torch.cat([each.to_local().flatten() for each in model.parameters()]))
+
+
+@pytest.mark.parametrize("decay", [0.9, None])
+@on_ranks(2)
+def test_averages_are_evaluated_as_plain_fsdp2_evaluates_them(decay: float | None) -> None:
+    model = averages.build()
+    sdp4bit.quantize_communication(model, topology=1)
+    average = averages.Averages(model, decay=decay)
+    losses = averages.train(model, average, steps=20, start=5)
+    before = [param.to_local().clone() for param in model.parameters()]
+    with average.in_use(model):
+        assert not model.training
+    assert all(map(torch.equal, before, (param.to_local() for param in model.parameters())))
+
+    plain = averages.build()
+    with torch.no_grad():
+        for param, value in zip(plain.parameters(), average.values, strict=True):
+            param.copy_(value)
+    of_weights, of_averages = losses[-1]
+    assert of_averages == averages.evaluate(plain) != of_weights
+
+
+@pytest.mark.slow
+def test_the_example_of_averages_prints_losses() -> None:
+    lines = run("averages.py", "--swa")
+    found = [re.fullmatch(r"step (\d+): loss ([\d.]+), of averages ([\d.]+)", line) for line in lines[:-1]]
+    assert [match[1] for match in found if match] == ["50", "60", "70", "80"]
+    assert all(float(match[3]) < float(match[2]) for match in found if match)
+    assert re.fullmatch(r"full-precision refreshes: \d+", lines[-1])
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def linked_nodes() -> Iterator[Link]:
 
 
 def set_rate(megabits: int) -> None:
-    """Limit what the calling thread's node sends over the link."""
+    """Limit the rate at which the calling thread's node sends over the link."""
     bucket = ("rate", f"{megabits}mbit", "burst", str(_BURST), "limit", str(_BURST + _QUEUE))
     _run("tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
 

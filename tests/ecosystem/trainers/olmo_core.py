@@ -73,7 +73,7 @@ class Recorder(Callback):
 def trainer_of(
     folder: Path, callback: Any, *, kind: DataParallelType | None, start: Path | None = None
 ) -> tuple[Any, Recorder]:
-    """Return a trainer of a tiny Llama, sharded or replicated as `kind` says, and its recorder."""
+    """Return a trainer of a tiny Llama, sharded or replicated by `kind`, and its recorder."""
     os.environ["OLMO_SHARED_FS"] = "1"
     parallel._WORLD_MESH = None  # OLMo-core builds one per process
     model = TransformerConfig.llama_like(d_model=32, vocab_size=TOKENS, n_layers=2, n_heads=2)

@@ -346,24 +346,33 @@ def test_loads_that_bypass_the_handle_lead_to_a_refresh_in_full_precision(tmp_pa
 
 
 @on_ranks(2, timeout=LIMIT)
-def test_a_checkpoint_without_the_state_is_loaded_by_the_documented_lines(tmp_path: Path) -> None:
-    page = (ROOT / "docs/fsdp2.md").read_text(encoding="utf-8")
-    (recipe,) = re.findall(r"```python\n(from torch[^`]*dcp.load[^`]*)```", page)
-    folders = [str(tmp_path / name) for name in ("with", "without")]
+def test_the_documented_functions_save_resume_and_roll_back(tmp_path: Path) -> None:
+    page = (ROOT / "docs/script-checkpoints.md").read_text(encoding="utf-8")
+    (functions,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    def documented(job: Job) -> dict[str, Any]:
+        names = {"model": job.model, "optimizer": job.optimizer, "comm": job.comm}
+        exec(functions, names)
+        return names
+
     job = Job(NODE, topology=1)
     job.train(1)
-    weights = weights_of(job)
-    for folder, parts in zip(folders, ({"comm": job.comm}, {}), strict=True):
-        model, optimizer = get_state_dict(job.model, job.optimizer)
-        dcp.save({"model": model, "optim": optimizer, **parts}, checkpoint_id=folder)
-    for folder, state in zip(folders, (State.LOADED_STEPPED, State.NEVER), strict=True):
-        resumed = Job(NODE, topology=1)
-        model, optimizer = get_state_dict(resumed.model, resumed.optimizer)
-        names = {"model_state": model, "optimizer_state": optimizer, "comm": resumed.comm, "path": folder}
-        exec(recipe, {"dcp": dcp, **names})
-        set_state_dict(resumed.model, resumed.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    weights, with_state, plain = weights_of(job), str(tmp_path / "with"), str(tmp_path / "without")
+    documented(job)["save"](with_state)
+    model, optimizer = get_state_dict(job.model, job.optimizer)
+    dcp.save({"model": model, "optim": optimizer}, checkpoint_id=plain)
+    losses = job.train(2)
+
+    for folder, state in ((with_state, State.LOADED_STEPPED), (plain, State.NEVER)):
+        resumed = Job(NODE, topology=1, at=1)
+        documented(resumed)["load"](folder)
         assert weights_of(resumed) == weights
         assert {comm.fresh.state for comm in resumed.comm.groups} == {state}
+        assert (resumed.train(2) == losses) == (folder == with_state)
+
+    documented(job)["load"](with_state)
+    job.data = Job(None, at=1).data
+    assert weights_of(job) == weights and job.train(2) == losses
 
 
 # -- what is saved ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The same run twice, and with what must not change it: every bit of losses, gradients, weights, replicas.
 
 Layer: gloo, 4 processes that stand for 2 nodes of 2, pretraining a small model with dropout.
-docs/determinism.md says what holds under which change, and why; resuming is tested in
+docs/numerics.md lists what holds under which change, and why; resuming is tested in
 tests/lab/pretrain/checkpoint/test_checkpoint.py.
 """
 

@@ -100,6 +100,8 @@ def test_a_wrong_option_is_one_line(capsys, arguments, message):
 def test_the_reference_page_has_these_options():
     page = runpy.run_path(str(ROOT / "docs/site/options.py"))["page"]()
     assert (ROOT / "docs/reference/cli.md").read_text() == page, "run python docs/site/options.py"
+    names = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))
+    assert len(names) > 100 and max(map(len, names)) < 45, "the first column takes the width of the others"
 
 
 def test_the_program_lists_its_commands_and_version(capsys):
