@@ -1,9 +1,12 @@
 """Collect finished runs or plans into the files of results/ that benchmarks/tables.py reads.
 
     python -m benchmarks.collect accuracy RUNS [RUNS ...] --title TEXT --command TEXT --commit HASH
+    python -m benchmarks.collect nodes RUNS [RUNS ...] --title TEXT --command TEXT --commit HASH
     python -m benchmarks.collect planning
 
 `accuracy` reads --out folders of `sdp4bit compare` with equal settings and writes results/accuracy.json.
+`nodes` reads folders of runs with one rank per node that differ in the number of simulated ranks and writes
+results/accuracy-nodes.json.
 `planning` calculates gains, links, decisions and memory by `sdp4bit plan`'s model and writes
 results/planning.json. Both describe this machine.
 """
@@ -56,6 +59,26 @@ def accuracy(folders: Sequence[Path], *, title: str, command: str, commit: str) 
     return {"title": title, **_facts(command, commit), "settings": settings, "bytes": sent, "runs": rows}
 
 
+def nodes(folders: Sequence[Path], *, title: str, command: str, commit: str) -> dict[str, Any]:
+    """Return the accuracy results of each number of nodes, and the numbers of the error law."""
+    by_nodes: dict[int, list[Path]] = {}
+    for folder in folders:
+        parallel = merge_finished([folder])[0].settings["parallel"]
+        if parallel["ranks_per_node"] != 1:
+            raise SettingError(f"{folder}: {parallel['ranks_per_node']} ranks per node instead of 1")
+        by_nodes.setdefault(parallel["simulated_ranks"], []).append(folder)
+    layouts = []
+    for count, of_count in sorted(by_nodes.items()):
+        result = accuracy(of_count, title=f"{count} nodes", command=command, commit=commit)
+        kept = {name: result[name] for name in ("title", "settings", "bytes", "runs")}
+        layouts.append({"nodes": count, **kept})
+    study = json.loads((RESULTS.parent / "experiments" / "vnmse" / "result.json").read_text(encoding="utf-8"))
+    columns, rows = study["tables"][0]["columns"], study["tables"][0]["rows"]
+    (of_two,) = (float(row[columns.index("mean of 4 ranks")]) for row in rows if row[0] == "`sdp4bit`")
+    law = {"percent_per_squared_error": float(study["slope"]), "squared_error_of_two_nodes": of_two}
+    return {"title": title, **_facts(command, commit), **law, "layouts": layouts}
+
+
 def planned() -> dict[str, Any]:
     """Return the planner's tables."""
     return {**_facts("python -m benchmarks.collect planning", None), **planning.everything()}
@@ -71,18 +94,26 @@ def _facts(command: str, commit: str | None) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collect", description=__doc__.split("\n")[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
-    runs = kinds.add_parser("accuracy", help="validation losses of finished runs")
-    runs.add_argument("runs", nargs="+", type=Path, help="--out folders of sdp4bit compare")
-    runs.add_argument("--title", required=True, help="heading of the table")
-    runs.add_argument("--command", required=True, help="command that made the runs")
-    runs.add_argument("--commit", required=True, help="commit that made the runs")
-    runs.add_argument("--out", type=Path, default=RESULTS / "accuracy.json")
+    for kind, about, file in (
+        ("accuracy", "validation losses of finished runs", "accuracy.json"),
+        ("nodes", "the same for several numbers of nodes", "accuracy-nodes.json"),
+    ):
+        runs = kinds.add_parser(kind, help=about)
+        runs.add_argument("runs", nargs="+", type=Path, help="--out folders of sdp4bit compare")
+        runs.add_argument("--title", required=True, help="heading of the table")
+        runs.add_argument("--command", required=True, help="command that made the runs")
+        runs.add_argument("--commit", required=True, help="commit that made the runs")
+        runs.add_argument("--out", type=Path, default=RESULTS / file)
     plans = kinds.add_parser("planning", help="tables that the planner calculates")
     plans.add_argument("--out", type=Path, default=RESULTS / "planning.json")
     chosen = vars(parser.parse_args(arguments))
     kind, out = chosen.pop("kind"), chosen.pop("out")
     try:
-        content = planned() if kind == "planning" else accuracy(chosen.pop("runs"), **chosen)
+        if kind == "planning":
+            content = planned()
+        else:
+            collected = {"accuracy": accuracy, "nodes": nodes}[kind]
+            content = collected(chosen.pop("runs"), **chosen)
     except SettingError as error:
         print(f"benchmarks.collect: {error}", file=sys.stderr)
         return 2

@@ -235,6 +235,81 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
     save_figure(figure, path, digest=digest)
 
 
+# -- loss against the number of nodes ---------------------------------------------------------------------
+
+
+def predicted_percent(result: dict[str, Any], count: int) -> float:
+    """Return the cost of sdp4bit that the error law predicts for a number of nodes, in percent of the loss.
+
+    A node's own gradient stays exact, so (n - 1) / n of the squared error remains: half of it with two nodes.
+    """
+    error: float = result["squared_error_of_two_nodes"] * 2 * (count - 1) / count
+    return float(result["percent_per_squared_error"]) * error
+
+
+def nodes_section(result: dict[str, Any]) -> str:
+    """Return the table of losses by number of nodes, beside the prediction of the error law."""
+    rows = []
+    for layout in result["layouts"]:
+        for loss in losses(layout):
+            is_default = loss.strategy == "sdp4bit"
+            predicted = percent(predicted_percent(result, layout["nodes"])) if is_default else ""
+            found = percent(loss.percent), loss.interval_text(), predicted, loss.verdict
+            rows.append([str(layout["nodes"]), f"`{loss.name}`", str(loss.seeds), *found])
+    titles = ["nodes", "strategy", "seeds", "difference", "95 % interval", "predicted", "verdict"]
+    unstable = sorted({seed for layout in result["layouts"] for seed in unstable_seeds(layout)})
+    note = ""
+    if unstable:
+        plural = "s" * (len(unstable) > 1)
+        note = f"The baseline's gradient norm jumps with seed{plural} {', '.join(map(str, unstable))}.\n\n"
+    return (
+        f"## {result['title']}\n\n![Loss against the number of nodes](../images/loss-over-nodes.png)\n\n"
+        "One rank per node, the same sequences per step with any number of nodes. Prediction: "
+        f"{result['percent_per_squared_error']:.1f} % of the loss per unit of the squared error of the mean "
+        f"gradient, {result['squared_error_of_two_nodes']:g} with two nodes (study `vnmse`), times "
+        "2 (n - 1)/n because a node's own gradient stays exact.\n\n"
+        f"{table(titles, rows)}\n{note}{origin(result)}\n"
+    )
+
+
+def draw_nodes(result: dict[str, Any], path: Path, *, digest: str) -> None:
+    """Draw losses with 95 % intervals over the number of nodes, and the prediction."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.4, 3.0), layout="constrained")
+    axes = figure.subplots()
+    names = list(dict.fromkeys(loss.strategy for layout in result["layouts"] for loss in losses(layout)))
+    for number, name in enumerate(names):
+        points = [
+            (layout["nodes"], loss)
+            for layout in result["layouts"]
+            for loss in losses(layout)
+            if loss.strategy == name
+        ]
+        axes.errorbar(
+            [count * 1.05**number for count, _ in points],  # side by side
+            [loss.percent for _, loss in points],
+            yerr=[
+                [loss.percent - loss.interval[0] for _, loss in points],
+                [loss.interval[1] - loss.percent for _, loss in points],
+            ],
+            **{"fmt": "o", "capsize": 2, "markersize": 4, "label": points[0][1].name},
+        )
+    counts = [layout["nodes"] for layout in result["layouts"]]
+    predictions_of = [predicted_percent(result, count) for count in counts]
+    axes.plot(counts, predictions_of, "--", color="gray", label="predicted, sdp4bit")
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.set_xlabel("nodes", fontsize=9)
+    axes.set_ylabel("% of the validation loss", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    save_figure(figure, path, digest=digest)
+
+
 # -- plans and studies -----------------------------------------------------------------------------------
 
 
@@ -298,6 +373,11 @@ class Results:
         return [self._read(name) for name in names if (self.root / "results" / name).exists()]
 
     @cached_property
+    def nodes(self) -> dict[str, Any]:
+        """Accuracy results by the number of nodes."""
+        return self._read("accuracy-nodes.json")
+
+    @cached_property
     def headline(self) -> dict[str, Any]:
         """Accuracy result quoted by pages: the latest with the default strategy."""
         return next(
@@ -336,7 +416,8 @@ class Results:
             "which sends 2 more wherever weights are not quantized. Differences are of the validation loss, "
             "relative to the baseline with the same seeds; intervals by Student's t."
         )
-        sections = "\n".join(map(loss_section, self.accuracy))
+        first, *others = map(loss_section, self.accuracy)
+        sections = "\n".join([first, nodes_section(self.nodes), *others])
         profiles = [self._read(f"profile/{name}.json") for name in ("fair", "sdp4bit")]
         speed = "\n".join([*map(cluster_section, self.clusters), profile_section(profiles)])
         pages = {
@@ -358,13 +439,13 @@ class Results:
         kind, _, detail = name.partition("-")
         if kind == "loss":
             return self._loss(detail or "sdp4bit")
+        if kind == "nodes":
+            return self._loss_of_nodes(int(detail))
         if kind in ("gain", "hsdp"):
             gains = self._gains(int(detail), over={"gain": "over_bf16", "hsdp": "over_hsdp"}[kind])
             return f"{min(gains):.1f} to {max(gains):.1f}"
         if name == "lora":
             return self._cell("finetuning", 0, ["LoRA, sdp4bit"], column=-1)
-        if name == "four-nodes":
-            return self._cell("two_roundings", 1, ["once", "baseline"], column=3)
         if kind == "extra":
             return self._extra_memory(detail)
         if kind == "link":
@@ -393,10 +474,15 @@ class Results:
         if name == "summary":
             return self._summary()
         raise ValueError(
-            f"<!-- result {name} --> names no result: use summary, stock, lora, launches, four-nodes, "
-            "memory, peaks, ratios, extra-MODEL, link-NAME, box-NAME, loss-STRATEGY, loss-first, gain-GBIT "
-            "or hsdp-GBIT"
+            f"<!-- result {name} --> names no result: use summary, stock, lora, launches, "
+            "memory, peaks, ratios, extra-MODEL, link-NAME, box-NAME, loss-STRATEGY, loss-first, "
+            "nodes-COUNT, gain-GBIT or hsdp-GBIT"
         )
+
+    def _loss_of_nodes(self, count: int) -> str:
+        (layout,) = (each for each in self.nodes["layouts"] if each["nodes"] == count)
+        (loss,) = (each for each in losses(layout) if each.strategy == "sdp4bit")
+        return f"{percent(loss.percent, digits=2)} ({loss.interval_text(digits=2)}), {loss.seeds} seeds"
 
     def _loss(self, strategy: str) -> str:
         results = self.accuracy
@@ -461,6 +547,7 @@ class Results:
         images = self.root / "docs" / "images"
         return {
             images / "loss-over-bytes.png": (draw_losses, self.widest),
+            images / "loss-over-nodes.png": (draw_nodes, self.nodes),
             images / "step-time.png": (draw_step_times, self.clusters[0]),
         }
 

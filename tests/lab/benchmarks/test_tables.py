@@ -79,6 +79,41 @@ def test_finished_runs_become_losses_with_intervals(tmp_path: Path) -> None:
     assert loss.bytes == (4 / 8 + 2 / 128) + (3 / 8 + 2 / 128)
 
 
+def test_losses_by_number_of_nodes(tmp_path: Path) -> None:
+    """Each number of nodes has its own baseline; the prediction grows as (n - 1) / n."""
+    for count in (8, 2):
+        for seed in (1, 2, 3):
+            for strategy, loss in (("baseline", 5.0), ("sdp4bit", 5.0 + 0.001 * count * seed)):
+                run = finished(strategy, seed, loss)
+                run.settings["parallel"] = {"ranks_per_node": 1, "simulated_ranks": count}
+                run.write(tmp_path / f"{count}-{seed}" / f"{strategy}-seed{seed}")
+    out = tmp_path / "nodes.json"
+    folders = [str(each) for each in tmp_path.glob("*-*")]
+    arguments = ["--title", "Nodes", "--command", "c", "--commit", "abc", "--out", str(out)]
+    assert collect.main(["nodes", *folders, *arguments]) == 0
+    result = json.loads(out.read_text())
+    assert [layout["nodes"] for layout in result["layouts"]] == [2, 8]
+    two, eight = (tables.losses(layout)[0].percent for layout in result["layouts"])
+    assert (two, eight) == pytest.approx((100 * 0.004 / 5, 100 * 0.016 / 5))
+    error = result["squared_error_of_two_nodes"]
+    assert 0.001 < error < 0.02
+    assert tables.predicted_percent(result, 2) == result["percent_per_squared_error"] * error
+    assert tables.predicted_percent(result, 8) == pytest.approx(
+        tables.predicted_percent(result, 2) * 2 * 7 / 8
+    )
+    assert f"| 8 | `sdp4bit` | 3 | {percent(0.32)} |" in tables.nodes_section(result)
+    tables.draw_nodes(result, tmp_path / "nodes.png", digest="d")
+
+
+def test_nodes_of_several_ranks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = finished("baseline", 1, 5.0)
+    run.settings["parallel"] = {"ranks_per_node": 2, "simulated_ranks": 4}
+    run.write(tmp_path / "baseline-seed1")
+    arguments = ["nodes", str(tmp_path), "--title", "t", "--command", "c", "--commit", "abc"]
+    assert collect.main([*arguments, "--out", str(tmp_path / "out.json")]) == 2
+    assert "2 ranks per node instead of 1" in capsys.readouterr().err
+
+
 def test_an_unstable_baseline_is_named(tmp_path: Path) -> None:
     """With four seeds, one of them unstable, the table has the mean of the others as well."""
     result = collected(tmp_path, spike=((1, 20.0, 1.0),))
