@@ -125,4 +125,4 @@ def test_the_command_starts_ranks_and_the_planner_reads_its_file(
     plan = json.loads(capsys.readouterr().out)
     assert plan["cluster"]["inter_bandwidth"] == json.loads(path.read_text())["inter_bandwidth"]
     assert plan["cluster"]["intra_bandwidth"] is None
-    assert plan["data_parallel"] == {"nodes": 2, "ranks_per_node": 1}
+    assert plan["data_parallel"] == {"nodes": 2, "ranks_per_node": 1, "blocks": 1}
