@@ -110,7 +110,7 @@ def outcome(model: torch.nn.Module, losses: list[float], sent: dict[str, int], c
     reported = 0 if comm is None else comm.stats()["total"]["inter_bytes"]
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     found = {"losses": losses, "weights": weights_of(model), "sent": sent, "reported": reported}
-    return {**found, "trained": numel}
+    return {**found, "trained": numel, "passes": STEPS}
 
 
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -134,7 +134,7 @@ def assert_bytes(
     if ddp:
         # Python does not see the rings of plain DDP, which send each fp32 gradient once on two ranks.
         assert sent == 0
-        sent = 4 * plain["trained"] * STEPS
+        sent = 4 * plain["trained"] * plain["passes"]
     assert sent / quantized["reported"] > least
 
 

@@ -78,8 +78,8 @@ def train_pairs(folder: Path, config: Any) -> dict[str, Any]:
         SentenceTransformerTrainer,
         SentenceTransformerTrainingArguments,
     )
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
-    from sentence_transformers.models import Pooling, Transformer
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from transformers import BertConfig, BertModel
 
     from sdp4bit.trainers.hf import SDP4BitCallback

@@ -115,6 +115,7 @@ def train(folder: Path, config: Any, start: Path | None = None, *, ddp: bool = F
     losses = [value for _, value in recorder.told["train/CE loss"]]
     model = trainer.train_module.model
     found = on_cpu.outcome(model, losses, sent, callback and callback.comm)
+    found["passes"] += 1  # the dry run
     with torch.no_grad():
         found["evaluated"] = (
             model.eval()(trainer.data_loader.batch(0)["input_ids"]).double().abs().sum().item()
