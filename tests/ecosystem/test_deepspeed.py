@@ -38,8 +38,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     },
-    "stage 1, fp16": {
+    "stage 1, fp16 summed in fp32": {
         "zero_optimization": {"stage": 1},
+        "communication_data_type": "fp32",
         "bf16": {"enabled": False},
         "fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1},  # the first steps overflow
     },
