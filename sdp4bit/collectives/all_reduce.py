@@ -264,6 +264,7 @@ class QuantizedAllReduce:
         """Replace values by their sum over all ranks, times the multiplier.
 
         Steps:
+
         1. Quantized reduce-scatter. Each rank has the sum of its piece (with two nodes: over its node).
         2. Transform and quantize it to one message.
         3. All-gather of the messages between nodes; with blocks of nodes between blocks, then in the block.
