@@ -122,6 +122,11 @@ def _in_pairs(layout: MessageLayout) -> bool:
     return FORMATS[layout.format.name].in_halves and _group_blocks(layout) % 2 == 0
 
 
+def _is_odd_row(layout: MessageLayout) -> bool:
+    """Return whether the last group of a row has an odd number of blocks, unlike the others."""
+    return layout.padded_numel // BLOCK % _group_blocks(layout) % 2 == 1
+
+
 def _tile(layout: MessageLayout, threads: int) -> tuple[int, int, int]:
     """Return groups per tile, slots per group (a power of two) and tiles per row.
 
@@ -202,6 +207,7 @@ def _quantize(
         (
             *(unit, FORMATS[layout.format.name], float(clip), _group_blocks(layout), groups, slots),
             *(replica is not None, hadamard, _mode(rounding), is_paired),
+            is_paired and _is_odd_row(layout),
         ),
         _warps(groups * slots, values_per_thread, out.device),
     )
@@ -321,7 +327,7 @@ def dequantize_reduce_quantize(
         (
             *(_unrolled(messages.shape[0]), FORMATS[received.format.name], _group_blocks(received)),
             *(FORMATS[sent.format.name], _group_blocks(sent), groups, slots, _mode(rounding), is_paired),
-            *(own is not None, unit, hadamard),
+            *(is_paired and _is_odd_row(sent), own is not None, unit, hadamard),
         ),
         _warps(groups * slots, 32 if is_paired else 16, out.device),
     )

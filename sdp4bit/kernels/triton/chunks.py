@@ -13,8 +13,8 @@ A tile has two halves, `low` and `high`, computed side by side. Each slot has on
 
 int4 groups with an even number of blocks can be processed in pairs of slots (PAIRED). A tile then has four
 parts, `low` and `high` of an even slot and of the next one. So a thread has both chunks of each block, which
-are transformed together and share their random words. If a row ends with a group of an odd number of blocks,
-its high chunks are in other places, and that tile takes a slower path.
+are transformed together and share their random words. If a row ends with a group of an odd number of blocks
+(ODD_ROW), its high chunks are in other places, and that tile takes a slower path.
 
 Names: `chunk`, `group`, `slot`, `blocks` count in a row; GROUP is the size of a group in blocks of 32.
 Tensors per chunk, such as masks, have one dimension less than values.
@@ -231,10 +231,12 @@ def chunks_of(group, slot, blocks, FORMAT: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def ends_odd(tile, blocks, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Return whether a tile ends a row whose last group has an odd number of blocks; GROUP is even."""
-    rest = blocks - tile * (GROUP * GROUPS)
-    return (rest < GROUP * GROUPS) & ((rest & 1) == 1)
+def ends_odd(tile, blocks, GROUP: tl.constexpr, GROUPS: tl.constexpr, ODD_ROW: tl.constexpr):
+    """Return whether a tile ends a row whose last group has an odd number of blocks, with ODD_ROW."""
+    if ODD_ROW:
+        return blocks - tile * (GROUP * GROUPS) < GROUP * GROUPS
+    else:
+        return False  # a constant, which removes the slower path from the kernel
 
 
 @triton.jit

@@ -150,6 +150,7 @@ def quantize_kernel(
     HADAMARD: tl.constexpr,
     ROUNDING: tl.constexpr,
     PAIRED: tl.constexpr,
+    ODD_ROW: tl.constexpr,
 ):
     """Quantize rows of values, minus the replica or transformed, into messages.
 
@@ -170,7 +171,7 @@ def quantize_kernel(
 
     for tile in range(tl.program_id(0), tl.cdiv(places, GROUPS), tl.num_programs(0)):
         group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
-        is_odd = ends_odd(tile, blocks, GROUP, GROUPS)
+        is_odd = ends_odd(tile, blocks, GROUP, GROUPS, ODD_ROW)
         held = _read_values(
             source, replica, numel, group, slot, blocks, is_odd,
             UNIT, FORMAT, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
@@ -311,7 +312,7 @@ def _quantize_sums(
     random_in, k0_in, k1_in,
     COUNT: tl.constexpr, FORMAT_IN: tl.constexpr, GROUP_IN: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROUNDING: tl.constexpr,
-    PAIRED: tl.constexpr,
+    PAIRED: tl.constexpr, ODD_ROW: tl.constexpr,
 ):  # fmt: skip
     """Quantize the sum of a part over all messages; the loop of reduce_quantize_kernel.
 
@@ -323,7 +324,7 @@ def _quantize_sums(
 
     for tile in range(tl.program_id(0), tl.cdiv(places, GROUPS), tl.num_programs(0)):
         group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
-        is_odd = ends_odd(tile, blocks, GROUP, GROUPS)
+        is_odd = ends_odd(tile, blocks, GROUP, GROUPS, ODD_ROW)
         held = _read_sums(
             codes_in, scales_in, step, count, group, slot, blocks, random_in, k0_in, k1_in,
             FORMAT_IN, GROUP_IN, FORMAT, GROUP, COUNT, PAIRED,
@@ -387,6 +388,7 @@ def reduce_quantize_kernel(
     SLOTS: tl.constexpr,
     ROUNDING: tl.constexpr,
     PAIRED: tl.constexpr,
+    ODD_ROW: tl.constexpr,
     HAS_OWN: tl.constexpr,
     OWN_UNIT: tl.constexpr,
     HADAMARD: tl.constexpr,
@@ -423,7 +425,7 @@ def reduce_quantize_kernel(
             codes_in, scales_in, step, count, blocks, out + destination * (out_stride.to(tl.int64) * 16),
             place, parts_out, first_block + (destination * parts_out + place) * row_blocks, k0, k1,
             sender_mask, random_in, k0_in, k1_in,
-            COUNT, FORMAT_IN, GROUP_IN, FORMAT, GROUP, GROUPS, SLOTS, ROUNDING, PAIRED,
+            COUNT, FORMAT_IN, GROUP_IN, FORMAT, GROUP, GROUPS, SLOTS, ROUNDING, PAIRED, ODD_ROW,
         )  # fmt: skip
 
 
