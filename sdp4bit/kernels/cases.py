@@ -43,6 +43,8 @@ EDGE_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "below 2**-100": lambda x: x * 2.0**-104,
     "around 2**-100": lambda x: x.sign() * 2.0**-100,
     "near the largest": lambda x: x.sign() * 3.4e38,
+    "below the largest scale, 8 bits": lambda x: x.sign() * 1.6e38,
+    "below the largest scale, 4 bits": lambda x: x.sign() * 9.2e36,
     "NaN": lambda x: x.index_fill(-1, torch.tensor(5), float("nan")),
     "infinity": lambda x: x.index_fill(-1, torch.tensor(7), float("inf")),
     "minus infinity": lambda x: x.index_fill(-1, torch.tensor(9), -float("inf")),
@@ -50,7 +52,7 @@ EDGE_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "one value": lambda x: torch.zeros_like(x).index_fill(-1, torch.tensor(30), -3.0),
     "powers": lambda x: x * 2.0 ** (torch.arange(x.shape[-1]) % 40 - 20),
 }
-EDGE_SCALES = (0.0, -0.0, float("nan"), float("inf"), 1e-40, 2.0**-110, 2.0**120, -(2.0**125))
+EDGE_SCALES = (0.0, -0.0, float("nan"), float("inf"), 1e-40, 2.0**-110, 1.9 * 2.0**119, -1.9 * 2.0**119)
 
 
 def guarded_messages(count: int, layout: MessageLayout) -> Tensor:

@@ -4,8 +4,8 @@ The numbers are chosen so that fp32 arithmetic gives one answer everywhere:
 
 * The largest magnitude of a group is the maximum of the integer bits of |x|, which order NaN > Inf > finite.
 * The scale is bf16, rounded up with integers, so |x / scale| never exceeds the largest code (no clamp) and
-  code * scale is exact in fp32 (no difference between fused and separate multiply-add). Clipping reduces the
-  scale, and values beyond it saturate at the largest code.
+  code * scale is exact in fp32 and finite (no difference between fused and separate multiply-add). Clipping
+  reduces the scale, and values beyond it saturate at the largest code.
 * code = (trunc(x * (65536 / scale)) + r) >> 16, with r = 0x8000 (nearest) or 16 random bits (stochastic):
   one correctly rounded division per group, one multiplication per value, integers afterwards.
 * With subtractive dither (arXiv 1904.01197) the code is the stochastic one. The receiver knows r and decodes
@@ -15,8 +15,8 @@ The numbers are chosen so that fp32 arithmetic gives one answer everywhere:
 * With dither, an x whose fixed-point number is 0 gets an otherwise unused code that decodes to 0, so that
   values without a gradient on any sender stay exactly unchanged.
 * A group with NaN or Inf gets a NaN scale and dequantizes to NaN, so that a loss scaler or a norm check sees
-  it. With 2 bits so does a group above 3.36e38, whose scale would be rounded up to infinity. A group below
-  2**-100 becomes zero in any flush-to-zero mode.
+  it. So does a group whose scale would be 2**120 or more, so that no product overflows. A group below 2**-100
+  becomes zero in any flush-to-zero mode.
 * Sums start from +0.0 and add the contributions in rank order, in fp32.
 
 Messages: :mod:`sdp4bit.quantization.layout` and :mod:`sdp4bit.quantization.formats`. Quantizer: paper section
@@ -41,6 +41,7 @@ _ABS_MASK = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000
 _TINY_BITS = 0x0D800000  # 2**-100
 _NAN_SCALE = 0x7FC0
+_SCALE_LIMIT = 0x7B800000  # 2**120
 _SCALE_ROUND_UP = 0x10003
 _HIGH_HALF = -65536  # 0xFFFF0000 as int32
 _FIXED_POINT = 65536.0
@@ -62,7 +63,7 @@ def compute_scales(groups: Tensor, format: Format, clip: float = 1.0) -> tuple[T
     tiny = largest < _TINY_BITS
     step = largest.view(torch.float32) * torch.tensor(clip / format.largest, dtype=torch.float32)
     scale_bits = (step.view(torch.int32) + _SCALE_ROUND_UP) & _HIGH_HALF
-    not_finite |= scale_bits >= _INFINITY_BITS
+    not_finite |= scale_bits >= _SCALE_LIMIT
     scale_bits = scale_bits.masked_fill(not_finite, _NAN_SCALE << 16).masked_fill(tiny, 0)
     reciprocal = _FIXED_POINT / scale_bits.view(torch.float32)
     reciprocal = reciprocal.masked_fill(not_finite | tiny, 0.0)

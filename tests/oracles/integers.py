@@ -93,7 +93,7 @@ def oracle_group(
         return [0] * len(group), 0
     step = rounded(bits_float(largest) * rounded(clip / QMAX[bits]))
     scale = -(-(float_bits(step) + 4) // 65536)  # round up 4 units in the last place above
-    if scale >= 0x7F80:  # infinity
+    if scale >= 0x7B80:  # 2**120
         return [0] * len(group), 0x7FC0
     inverse = rounded(65536.0 / bits_float(scale << 16))
     codes = [(math.trunc(rounded(x * inverse)) + r) >> 16 for x, r in zip(group, random, strict=True)]

@@ -48,20 +48,31 @@ def test_scale_is_the_rounded_up_largest_magnitude_over_qmax(largest: float, bit
     assert scale.dtype == torch.bfloat16
     assert scale.view(torch.int16).item() == expected
     if scale.isnan():
-        assert bits == 2 and abs(largest) > 3.36e38
+        assert abs(largest) > QMAX[bits] * 2.0**120 * (1 - 2**-7)
     elif abs(largest) >= 2.0**-100:
         exact = abs(largest) / QMAX[bits]
         assert exact < scale.item() <= exact * (1 + 2**-7) * (1 + 2**-20)
 
 
-def test_a_scale_of_2_bits_that_would_be_infinite_is_nan() -> None:
-    largest_bf16 = bits_float(0x7F7F0000)
-    below = bits_float(float_bits(largest_bf16) - 4)
-    assert scale_of(below, 2).item() == largest_bf16
-    for value in (bits_float(float_bits(below) + 1), float(np.finfo(np.float32).max), -largest_bf16):
-        assert scale_of(value, 2).isnan()
-        assert decoded(encoded(torch.full((1, 32), value), 2, 32), 32, 2, 32).isnan().all()
-        assert scale_of(value, 3).isfinite()
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+def test_a_scale_of_2_to_the_120_is_nan_and_none_below(bits: float) -> None:
+    largest_scale = bits_float(0x7B7F0000)
+    below = largest_scale * QMAX[bits] * (1 - 2**-20)
+    assert scale_of(below, bits).item() == scale_of(-below, bits).item() == largest_scale
+    for value in (largest_scale * QMAX[bits] * (1 + 2**-20), -float(np.finfo(np.float32).max)):
+        assert scale_of(value, bits).isnan()
+        assert decoded(encoded(torch.full((1, 32), value), bits, 32), 32, bits, 32).isnan().all()
+
+
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+def test_products_of_codes_and_scales_are_exact_and_finite(bits: float) -> None:
+    """Of all codes, dithers and mantissas of scales, so that a multiply-add may be fused."""
+    codes = torch.arange(-QMAX[bits], QMAX[bits] + 1, dtype=torch.float64)
+    offsets = torch.cat([torch.zeros(1), 0.5 - (torch.arange(256) + 0.5) / 256]).double()
+    for exponent in (-107, 119):
+        scales = (1 + torch.arange(128).double() / 128) * 2.0**exponent
+        products = (codes[:, None, None] + offsets[:, None]) * scales
+        assert torch.equal(products.float().double(), products)
 
 
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)
@@ -87,7 +98,7 @@ def test_codes_stay_in_range_without_a_clamp(group: list[float], bits: float, dr
     assert codes.abs().max().item() <= QMAX[bits]
     _, reciprocal, _ = reference.compute_scales(values, format_of(bits))
     assert (values * reciprocal).abs().max().item() <= QMAX[bits] * 65536
-    assert scales.isfinite().all() or (bits == 2 and values.abs().max().item() > 3.36e38)
+    assert scales.isfinite().all() or values.abs().max().item() > QMAX[bits] * 2.0**120 * (1 - 2**-7)
 
 
 @pytest.mark.parametrize("bits", QUANTIZED_BITS)

@@ -44,6 +44,7 @@ _ABS = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 _TINY = 0x0D800000  # 2**-100
 _NAN_SCALE = 0x7FC0
+_SCALE_LIMIT = 0x7B800000  # 2**120
 _FIXED_POINT = np.float32(65536)
 _HALF = 0x8000
 ZERO = np.float32(0)
@@ -121,7 +122,7 @@ def compute_scale(largest, step):
     # so |x / scale| never exceeds the largest code and codes need no clamp.
     unit = float_from_bits(largest) * float_from_bits(step)
     scale = (bits_from_float(unit) + 0x10003) & 0xFFFF0000
-    if scale >= _INFINITY:
+    if scale >= _SCALE_LIMIT:
         return _NAN_SCALE, ZERO
     return scale >> 16, _FIXED_POINT / float_from_bits(scale)
 

@@ -30,6 +30,7 @@ _HIGH_HALF = tl.constexpr(-65536)
 _HALF = tl.constexpr(0x8000)
 _INT4_OFFSETS = tl.constexpr(0x88 << 16)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
+_SCALE_LIMIT = tl.constexpr(0x7B800000)  # 2**120
 # An int4 code in the mantissa of a float, see decode_int4.
 LOW_NIBBLE = tl.constexpr(0x0F)
 LOW_EXPONENT = tl.constexpr(0x4B000000)  # 2**23
@@ -46,6 +47,12 @@ DITHER_BIAS = tl.constexpr(2.0**14 + 255 / 512)
 CODE_SHIFT = tl.constexpr(9)
 _CODE_BITS_4 = tl.constexpr(0x1E00)
 _SMALLEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def add_product(units, scale, value):
+    """Return units * scale + value. The product is exact and finite, so a fused one changes no bit."""
+    return tl.fma(units, tl.broadcast_to(scale, units.shape), value)
 
 
 @triton.jit
@@ -73,10 +80,16 @@ def _take_off_int4(byte, is_high, dither):
 
 
 @triton.jit
-def _load_codes(codes, scales, chunk, place, group, is_high, mask, dither, FORMAT: tl.constexpr):
-    """Return fp32 of chunks of a message; `is_high` selects the nibble of the bytes at `place`."""
+def _add_codes(
+    codes, scales, chunk, place, group, is_high, mask, dither, total, FORMAT: tl.constexpr
+):  # fmt: skip
+    """Return total, or +0.0 if it is None, plus fp32 of chunks of a message.
+
+    `is_high` selects the nibble of the bytes at `place`.
+    """
     if not of(FORMAT, "has_scales"):
-        return of(FORMAT, "load")(codes, chunk, mask, None, FORMAT)
+        value = of(FORMAT, "load")(codes, chunk, mask, None, FORMAT)
+        return value if total is None else total + value
     else:
         scale = float_from_bf16(tl.load(scales + group, mask=mask, other=0))
         if not of(FORMAT, "in_halves"):
@@ -90,7 +103,10 @@ def _load_codes(codes, scales, chunk, place, group, is_high, mask, dither, FORMA
                 nibble = tl.where(high, HIGH_NIBBLE, LOW_NIBBLE)
                 exponent = tl.where(high, HIGH_EXPONENT, LOW_EXPONENT)
                 value = decode_int4(byte, nibble, exponent, tl.where(high, HIGH_BIAS, LOW_BIAS))
-        return value * tl.expand_dims(scale, -1)
+        if total is None:
+            return value * tl.expand_dims(scale, -1)
+        else:
+            return add_product(value, tl.expand_dims(scale, -1), total)
 
 
 @triton.jit
@@ -115,26 +131,22 @@ def sum_messages(
         is_high = slot >= size
         position = group * GROUP + tl.where(is_high, slot - size, slot)
     place = offsets(position)
-    total = tl.zeros(place.shape, tl.float32)
+    total = None if COUNT > 0 and not SIGNED_ZERO else tl.zeros(place.shape, tl.float32)
     if COUNT >= 0:
         for i in tl.static_range(COUNT):
             number = i if skip is None else i + (i >= skip)
             step = number * stride
             mine = None if dither is None else dither ^ reverse8(number)
-            value = _load_codes(
-                codes + step, scales + (step >> 1), chunk, place, group, is_high, mask, mine, FORMAT
+            total = _add_codes(
+                codes + step, scales + (step >> 1), chunk, place, group, is_high, mask, mine, total, FORMAT
             )
-            if i == 0 and not SIGNED_ZERO:
-                total = value
-            else:
-                total += value
     else:
         for i in range(count):
             number = i if skip is None else i + (i >= skip)
             step = number * stride
             mine = None if dither is None else dither ^ reverse8(number)
-            total += _load_codes(
-                codes + step, scales + (step >> 1), chunk, place, group, is_high, mask, mine, FORMAT
+            total = _add_codes(
+                codes + step, scales + (step >> 1), chunk, place, group, is_high, mask, mine, total, FORMAT
             )
     return total
 
@@ -159,8 +171,7 @@ def compute_scale(largest, FORMAT: tl.constexpr, CLIP: tl.constexpr = 1.0):
     not_finite = largest >= INFINITY_BITS
     step = largest.to(tl.float32, bitcast=True) * (CLIP / of(FORMAT, "largest"))
     bits = (step.to(tl.int32, bitcast=True) + _SCALE_ROUND_UP) & _HIGH_HALF
-    if of(FORMAT, "largest") == 1:  # with more codes no scale is rounded up to infinity
-        not_finite = not_finite | (bits >= INFINITY_BITS)
+    not_finite = not_finite | (bits >= _SCALE_LIMIT)
     unused = not_finite | (largest < _TINY_BITS)
     # 65536 / scale, rounded to nearest. NVIDIA's float division calls a function for subnormals, which spills
     # registers. A scale is M * 2**(e - 134), with M from 128 to 255 and e its exponent field, so 65536 /

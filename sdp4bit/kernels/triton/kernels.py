@@ -37,6 +37,7 @@ from sdp4bit.kernels.triton.codes import (
     LOW_BIAS,
     LOW_EXPONENT,
     LOW_NIBBLE,
+    add_product,
     compute_scale,
     decode_int4,
     largest_bits,
@@ -464,9 +465,13 @@ def dequantize_kernel(
             high = of(FORMAT, "load")(codes, high_chunk, mask, None, FORMAT)
         if of(FORMAT, "has_scales"):
             scale = tl.expand_dims(float_from_bf16(tl.load(scales + group, mask=mask, other=0)), -1)
-            low *= scale
-            high *= scale
-        if ACCUMULATE:
+            if ACCUMULATE:
+                low = add_product(low, scale, load_values(values, low_chunk, mask, numel, UNIT))
+                high = add_product(high, scale, load_values(values, high_chunk, mask, numel, UNIT))
+            else:
+                low *= scale
+                high *= scale
+        elif ACCUMULATE:
             low += load_values(values, low_chunk, mask, numel, UNIT)
             high += load_values(values, high_chunk, mask, numel, UNIT)
         store_values(values, low_chunk, low, mask, numel, UNIT)
