@@ -137,7 +137,8 @@ def no_shared_stores() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def few_programs() -> Iterator[None]:
     """Few programs with several tiles each."""
-    with patch.object(cuda, "_RESIDENT_WARPS", 3 if IS_INTERPRETED else cuda._RESIDENT_WARPS):
+    few = (3, 3) if IS_INTERPRETED else (cuda._RESIDENT_WARPS, cuda._RESIDENT_LARGE_WARPS)
+    with patch.multiple(cuda, _RESIDENT_WARPS=few[0], _RESIDENT_LARGE_WARPS=few[1]):
         yield
 
 
@@ -145,7 +146,7 @@ def few_programs() -> Iterator[None]:
 @pytest.mark.parametrize("make", BY_SHAPE)
 def test_no_two_programs_store_to_one_address(make: Callable[[Shape], Iterator[KernelCase]]) -> None:
     case = next(make(Shape(0, 128, 2500, False)))
-    with patch.object(cuda, "_RESIDENT_WARPS", 24), no_shared_stores():  # several programs
+    with patch.multiple(cuda, _RESIDENT_WARPS=24, _RESIDENT_LARGE_WARPS=24), no_shared_stores():
         compare_unless_too_old(case.operator, case.first, **case.named)
 
 

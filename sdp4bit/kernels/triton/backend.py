@@ -18,6 +18,7 @@ CPU tensors work if TRITON_INTERPRET=1 was set before Triton was imported, for t
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -48,9 +49,10 @@ _MAX_UNROLLED = 8
 """Maximum number of messages for which a sum is unrolled; not measured."""
 _MAX_PAIRED = 4
 """Maximum number of messages that threads sum for a pair of slots, limited by registers."""
-_RESIDENT_WARPS = 24
-"""Warps per multiprocessor of a launch; not measured. Six per scheduler keep it busy, because each thread has
-16 to 32 values; with more, a program would have fewer tiles."""
+_RESIDENT_WARPS, _RESIDENT_LARGE_WARPS = 24, 20
+"""Warps per multiprocessor of a launch; not measured. Five or six per scheduler keep it busy, because each
+thread has 16 to 64 values; with more, a program would have fewer tiles. They leave 80 or 96 registers per
+thread."""
 _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
 """Words of a piece per program, 64 bytes per thread; not measured."""
 _VALUE_UNIT = 16
@@ -74,9 +76,9 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _programs(tiles: int, rows: int, num_warps: int, device: torch.device) -> int:
+def _programs(tiles: int, rows: int, num_warps: int, resident_warps: int, device: torch.device) -> int:
     """Return the number of programs for the tiles of a row, which fill the device with equal work."""
-    resident = _multiprocessors(device) * max(1, _RESIDENT_WARPS // num_warps)
+    resident = _multiprocessors(device) * max(1, resident_warps // num_warps)
     return -(-tiles // max(1, tiles * rows // resident))
 
 
@@ -87,8 +89,14 @@ def _launch(
     numbers: tuple[int | float | Tensor | None, ...],
     constants: tuple,
     num_warps: int,
+    *,
+    is_large: bool = False,
 ) -> None:
-    """Launch a kernel for a grid of [tiles, parts, destinations]; the last tensor is the one written."""
+    """Launch a kernel for a grid of [tiles, parts, destinations]; the last tensor is the one written.
+
+    Args:
+        is_large: whether a thread needs more than 80 registers.
+    """
     tiles, parts, destinations = grid
     rows = parts * destinations
     if not tiles * rows:
@@ -100,12 +108,11 @@ def _launch(
             f"Triton kernels need CUDA tensors, got {device}: use the numba or reference back end, or "
             "set TRITON_INTERPRET=1 before Triton is imported to interpret them on the CPU"
         )
-    programs = _programs(tiles, rows, num_warps, device), parts, destinations
-    if is_cpu or device.index == torch.cuda.current_device():
-        launch(kernel, programs, tensors, numbers, constants, num_warps)
-    else:
-        with torch.cuda.device(device):
-            launch(kernel, programs, tensors, numbers, constants, num_warps)
+    resident = _RESIDENT_LARGE_WARPS if is_large else _RESIDENT_WARPS
+    programs = _programs(tiles, rows, num_warps, resident, device), parts, destinations
+    is_current = is_cpu or device.index == torch.cuda.current_device()
+    with nullcontext() if is_current else torch.cuda.device(device):
+        launch(kernel, programs, tensors, numbers, constants, num_warps, resident_warps=resident)
 
 
 def _signed(bits: int) -> int:
@@ -210,6 +217,7 @@ def _quantize(
             is_paired and _is_odd_row(layout),
         ),
         _warps(groups * slots, values_per_thread, out.device),
+        is_large=is_paired,
     )
 
 
@@ -330,6 +338,7 @@ def dequantize_reduce_quantize(
             *(is_paired and _is_odd_row(sent), own is not None, unit, hadamard),
         ),
         _warps(groups * slots, 32 if is_paired else 16, out.device),
+        is_large=is_paired,
     )
 
 
@@ -369,6 +378,7 @@ def dequantize_reduce_hadamard(
             *(hadamard, own is not None, own_unit),
         ),
         _warps(slots, 16, out.device),
+        is_large=True,
     )
 
 

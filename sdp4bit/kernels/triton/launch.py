@@ -39,18 +39,24 @@ def launch(
     numbers: tuple[int | float | Tensor | None, ...],
     constants: tuple[Any, ...],
     num_warps: int,
+    *,
+    resident_warps: int,
 ) -> None:
     """Launch a kernel on the current device and stream.
 
     Args:
+        resident_warps: warps per multiprocessor whose registers must fit at the same time.
         kernel: of :mod:`sdp4bit.kernels.triton.kernels`. Its parameters are the tensors, the numbers (all
             listed in `do_not_specialize`, some of them tensors) and the constants, in this order.
     """
-    # Fusion would change a sum whose product overflows.
+    # Kernels fuse the exact products themselves; see `codes.add_product`.
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*tensors, *numbers, *constants, **options)  # interpreted
         return
+    if not _IS_HIP:
+        # Otherwise ptxas takes up to 128 registers for more loads in flight.
+        options["maxnreg"] = 512 // (resident_warps // 4) // 8 * 8
     device = tensors[0].get_device()
     # For numbers Triton specializes only on the type: None, float, or an int of 32 or 64 bits.
     kinds = [-_INT32 <= x < _INT32 if x.__class__ is int else x.__class__ for x in numbers]
