@@ -137,8 +137,7 @@ def no_shared_stores() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def few_programs() -> Iterator[None]:
     """Few programs with several tiles each."""
-    few = (3, 3) if IS_INTERPRETED else (cuda._RESIDENT_WARPS, cuda._RESIDENT_LARGE_WARPS)
-    with patch.multiple(cuda, _RESIDENT_WARPS=few[0], _RESIDENT_LARGE_WARPS=few[1]):
+    with patch.object(cuda, "_resident_warps", (lambda _: 3) if IS_INTERPRETED else cuda._resident_warps):
         yield
 
 
@@ -146,7 +145,7 @@ def few_programs() -> Iterator[None]:
 @pytest.mark.parametrize("make", BY_SHAPE)
 def test_no_two_programs_store_to_one_address(make: Callable[[Shape], Iterator[KernelCase]]) -> None:
     case = next(make(Shape(0, 128, 2500, False)))
-    with patch.multiple(cuda, _RESIDENT_WARPS=24, _RESIDENT_LARGE_WARPS=24), no_shared_stores():
+    with patch.object(cuda, "_resident_warps", lambda _: 24), no_shared_stores():  # several programs
         compare_unless_too_old(case.operator, case.first, **case.named)
 
 

@@ -49,10 +49,9 @@ _MAX_UNROLLED = 8
 """Maximum number of messages for which a sum is unrolled; not measured."""
 _MAX_PAIRED = 4
 """Maximum number of messages that threads sum for a pair of slots, limited by registers."""
-_RESIDENT_WARPS, _RESIDENT_LARGE_WARPS = 24, 20
-"""Warps per multiprocessor of a launch; not measured. Five or six per scheduler keep it busy, because each
-thread has 16 to 64 values; with more, a program would have fewer tiles. They leave 80 or 96 registers per
-thread."""
+_REGISTERS = 80
+"""Maximum registers of a thread, if a kernel does not need more; not measured. They leave six warps per
+scheduler, which keep it busy, because each thread has 16 to 32 values."""
 _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
 """Words of a piece per program, 64 bytes per thread; not measured."""
 _VALUE_UNIT = 16
@@ -76,9 +75,14 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _programs(tiles: int, rows: int, num_warps: int, resident_warps: int, device: torch.device) -> int:
+def _resident_warps(registers: int) -> int:
+    """Return the warps per multiprocessor with these registers; its four parts have 512 per lane each."""
+    return 4 * (512 // registers)
+
+
+def _programs(tiles: int, rows: int, num_warps: int, registers: int, device: torch.device) -> int:
     """Return the number of programs for the tiles of a row, which fill the device with equal work."""
-    resident = _multiprocessors(device) * max(1, resident_warps // num_warps)
+    resident = _multiprocessors(device) * max(1, _resident_warps(registers) // num_warps)
     return -(-tiles // max(1, tiles * rows // resident))
 
 
@@ -90,12 +94,12 @@ def _launch(
     constants: tuple,
     num_warps: int,
     *,
-    is_large: bool = False,
+    registers: int = _REGISTERS,
 ) -> None:
     """Launch a kernel for a grid of [tiles, parts, destinations]; the last tensor is the one written.
 
     Args:
-        is_large: whether a thread needs more than 80 registers.
+        registers: maximum of a thread.
     """
     tiles, parts, destinations = grid
     rows = parts * destinations
@@ -108,11 +112,10 @@ def _launch(
             f"Triton kernels need CUDA tensors, got {device}: use the numba or reference back end, or "
             "set TRITON_INTERPRET=1 before Triton is imported to interpret them on the CPU"
         )
-    resident = _RESIDENT_LARGE_WARPS if is_large else _RESIDENT_WARPS
-    programs = _programs(tiles, rows, num_warps, resident, device), parts, destinations
+    programs = _programs(tiles, rows, num_warps, registers, device), parts, destinations
     is_current = is_cpu or device.index == torch.cuda.current_device()
     with nullcontext() if is_current else torch.cuda.device(device):
-        launch(kernel, programs, tensors, numbers, constants, num_warps, resident_warps=resident)
+        launch(kernel, programs, tensors, numbers, constants, num_warps, registers=registers)
 
 
 def _signed(bits: int) -> int:
@@ -217,7 +220,7 @@ def _quantize(
             is_paired and _is_odd_row(layout),
         ),
         _warps(groups * slots, values_per_thread, out.device),
-        is_large=is_paired,
+        registers=96 if is_paired else _REGISTERS,
     )
 
 
@@ -338,7 +341,7 @@ def dequantize_reduce_quantize(
             *(is_paired and _is_odd_row(sent), own is not None, unit, hadamard),
         ),
         _warps(groups * slots, 32 if is_paired else 16, out.device),
-        is_large=is_paired,
+        registers=128 if is_paired else _REGISTERS,
     )
 
 
@@ -378,7 +381,7 @@ def dequantize_reduce_hadamard(
             *(hadamard, own is not None, own_unit),
         ),
         _warps(slots, 16, out.device),
-        is_large=True,
+        registers=96,
     )
 
 

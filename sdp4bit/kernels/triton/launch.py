@@ -40,12 +40,12 @@ def launch(
     constants: tuple[Any, ...],
     num_warps: int,
     *,
-    resident_warps: int,
+    registers: int,
 ) -> None:
     """Launch a kernel on the current device and stream.
 
     Args:
-        resident_warps: warps per multiprocessor whose registers must fit at the same time.
+        registers: maximum of a thread, on NVIDIA GPUs.
         kernel: of :mod:`sdp4bit.kernels.triton.kernels`. Its parameters are the tensors, the numbers (all
             listed in `do_not_specialize`, some of them tensors) and the constants, in this order.
     """
@@ -56,7 +56,7 @@ def launch(
         return
     if not _IS_HIP:
         # Otherwise ptxas takes up to 128 registers for more loads in flight.
-        options["maxnreg"] = 512 // (resident_warps // 4) // 8 * 8
+        options["maxnreg"] = registers
     device = tensors[0].get_device()
     # For numbers Triton specializes only on the type: None, float, or an int of 32 or 64 bits.
     kinds = [-_INT32 <= x < _INT32 if x.__class__ is int else x.__class__ for x in numbers]
