@@ -302,12 +302,12 @@ def scales_that_round_up() -> Iterator[KernelCase]:
 
 
 def ends_of_random_numbers() -> Iterator[KernelCase]:
-    """Yield calls with keys and counters at the ends of their ranges."""
-    layout = MessageLayout(numel=64, bits=4, group_size=64, parts=2)
-    values = make_values(1, 2, 64, seed=12)
+    """Yield calls with keys and counters at the ends of their ranges, on groups of two blocks and of one."""
     for k0, k1 in ((0xFFFFFFFF, 0x80000000), (0, 1)):
         for first, row_stride in ((0, 0), ((1 << 32) - 64, (1 << 32) - 32)):
-            for dither in (False, True):
+            for dither, numel in ((False, 64), (True, 96)):
+                layout = MessageLayout(numel=numel, bits=4, group_size=64, parts=2)
+                values = make_values(1, 2, numel, seed=12)
                 key = RoundingKey(k0, k1, first, row_stride, dither=dither, sender=255)
                 named = {"out": guarded_messages(1, layout), "layout": layout, "hadamard": True}
                 yield KernelCase(ops.hadamard_quantize, values, {**named, "rounding": key})

@@ -49,9 +49,9 @@ _MAX_UNROLLED = 8
 """Maximum number of messages for which a sum is unrolled; not measured."""
 _MAX_PAIRED = 4
 """Maximum number of messages that threads sum for a pair of slots, limited by registers."""
-_REGISTERS = 80
-"""Maximum registers of a thread, if a kernel does not need more; not measured. They leave six warps per
-scheduler, which keep it busy, because each thread has 16 to 32 values."""
+_REGISTERS, _TRANSFORM_REGISTERS, _PAIR_REGISTERS = 80, 96, 128
+"""Maximum registers of a thread; more for a transform, and most for sums of a pair of slots. They leave six,
+five or four warps per scheduler, which keep it busy, because each thread has 16 to 64 values; not measured."""
 _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
 """Words of a piece per program, 64 bytes per thread; not measured."""
 _VALUE_UNIT = 16
@@ -220,7 +220,7 @@ def _quantize(
             is_paired and _is_odd_row(layout),
         ),
         _warps(groups * slots, values_per_thread, out.device),
-        registers=96 if is_paired else _REGISTERS,
+        registers=_TRANSFORM_REGISTERS if hadamard else _REGISTERS,
     )
 
 
@@ -341,7 +341,7 @@ def dequantize_reduce_quantize(
             *(is_paired and _is_odd_row(sent), own is not None, unit, hadamard),
         ),
         _warps(groups * slots, 32 if is_paired else 16, out.device),
-        registers=128 if is_paired else _REGISTERS,
+        registers=_PAIR_REGISTERS if is_paired else _REGISTERS,
     )
 
 
@@ -381,7 +381,7 @@ def dequantize_reduce_hadamard(
             *(hadamard, own is not None, own_unit),
         ),
         _warps(slots, 16, out.device),
-        registers=96,
+        registers=_TRANSFORM_REGISTERS,
     )
 
 
