@@ -1,15 +1,13 @@
-"""Every Triton kernel compiles for every target, exactly as written: nothing approximate, fused or spilled.
+"""The machine code of every Triton kernel: nothing approximate, contracted or spilled, and within its budget.
 
-No GPU is needed. The host code of the operators runs with CPU tensors up to the launch, which compiles for a
-target instead; `test_triton.py` compares results.
+No GPU is needed. `test_triton.py` compares results, in Triton's interpreter; the byte permutation, which the
+interpreter skips, is run here from its PTX.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from functools import cache, partial
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -18,132 +16,243 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 import triton
+import triton.language as tl
 
 from sdp4bit.kernels.triton import backend
 
 try:  # None of this is public, so it may move in any release.
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
+    import triton.backends.compiler
+    import triton.runtime.driver
 except ImportError:
     pytest.skip("this Triton has no known way to compile without a GPU", allow_module_level=True)
 
 if not backend._IS_COMPILED:
     pytest.skip("Triton interprets kernels in this process", allow_module_level=True)
 
-from sdp4bit.quantization import ops
-from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import KeySeries, RoundingKey
+from sdp4bit.kernels.triton import formats
+from sdp4bit.kernels.triton.chunks import Coding, offsets
+from sdp4bit.quantization.formats import INT8
+from tests.kernels import compiled
+from tests.kernels.compiled import KERNELS, TARGETS, Launch, launched, machine_code
+from tests.oracles.machine_code import MachineCode, read_gcn, read_sass
+from tests.oracles.ptx import stored_words
 
-TARGETS = {
-    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 90, 100, 120)},
-    **{arch: GPUTarget("hip", arch, 64) for arch in ("gfx942", "gfx950")},
+BUDGETS_ARE_OF = "3.7."
+"""The Triton whose code generation the budgets describe; the rest holds for every release."""
+
+
+class Budget(NamedTuple):
+    """Limits of a kernel on one target, which a change of more than 5 % must move."""
+
+    registers: int
+    instructions: float
+    """Per value in the loop; on AMD of vectors."""
+    conversions: float
+    """Per value in the loop."""
+
+
+FUSED = {
+    **dict.fromkeys(["dequantize_add, 4 bits to bf16", "dequantize_add, 3.5 bits to bf16"], 1),
+    # The own part is summed by as many threads as the others are, with 32 values each, from +0.0.
+    "dequantize_reduce_quantize, 4 messages of 8 bits to 4 bits": 3 + 4 // 2,
+    **{f"dequantize_reduce_quantize, 8 messages of 8 bits to {bits} bits": 7 + 8 for bits in (4, 3.5)},
+    **{f"dequantize_reduce_hadamard, {n} nodes, 4 bits": n - 1 for n in (2, 4, 8)},
+    "dequantize_reduce_hadamard, 4 nodes, 3.5 bits": 3,
 }
-QUICK = ("sm_90", "gfx942")
-"""One of either compiler; code for the other generations differs little from these."""
-KEY = RoundingKey(0xFFFFFFFF, 3, row_stride=1 << 20)
-DITHER = KEY._replace(dither=True)
+"""Fused products per value: of all messages, except for a first one that is not added to anything."""
+
+BUDGETS: dict[str, dict[str, tuple[int, float, float]]] = {
+    "subtract_quantize, fp32 and bf16 to 4 bits": {
+        "sm_90": (56, 15.2, 1.19),
+    },
+    "subtract_quantize, fp32 and bf16 to 3.5 bits": {
+        "sm_90": (64, 14.0, 1.1),
+    },
+    "dequantize_add, 4 bits to bf16": {
+        "sm_90": (45, 15.9, 0.0),
+    },
+    "dequantize_add, 3.5 bits to bf16": {
+        "sm_90": (40, 24.3, 0.13),
+    },
+    "hadamard_quantize, fp32 to 8 bits": {
+        "sm_90": (72, 17.5, 1.1),
+    },
+    "hadamard_quantize, bf16 to 8 bits": {
+        "sm_90": (70, 18.7, 1.1),
+    },
+    "hadamard_quantize, bf16 to 4 bits": {
+        "sm_90": (96, 21.0, 1.05),
+    },
+    "hadamard_quantize, fp32 to 3.5 bits": {
+        "sm_90": (69, 21.0, 1.1),
+    },
+    "dequantize_reduce_quantize, 8 messages of 8 bits to 4 bits": {
+        "sm_90": (80, 50.9, 1.1),
+    },
+    "dequantize_reduce_quantize, 4 messages of 8 bits to 4 bits": {
+        "sm_90": (118, 29.7, 1.05),
+    },
+}
+"""Budgets by kernel and target: registers, instructions and conversions per value; see `Budget`."""
+
+QUICK = {
+    (target, name)
+    for target in ("sm_90", "gfx942")
+    for name in KERNELS
+    if name.endswith(("fp32 and bf16 to 4 bits", "4 bits to bf16", "fp32 to 8 bits", "checksum"))
+    or name.endswith(("8 messages of 8 bits to 4 bits", "4 nodes, 4 bits"))
+}
+"""One kernel per operator, and one target per compiler: code for other generations differs little."""
+COMPILED = [
+    pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.slow])
+    for each in ((target, name) for target in TARGETS for name in KERNELS)
+]
+EVEN, ODD = (4096, 64, 9 * 128 + 48), (16, 96, 100_000)
+"""Lengths of rows, short, long and ragged, by the number of blocks in the last group of 128 values."""
 
 
-@pytest.fixture(params=[pytest.param(t, marks=[] if t in QUICK else [pytest.mark.slow]) for t in TARGETS])
-def compiled(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
-    """The kernels that operators would launch on a target."""
-    target, kernels = TARGETS[request.param], []
-    active = SimpleNamespace(
-        get_current_target=lambda: target,
-        get_current_device=lambda: 1000 + list(TARGETS).index(request.param),  # kernels are kept per device
-        get_current_stream=lambda _: 0,
-    )
-
-    def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **options: Any) -> None:
-            kernels.append(kernel.run(*arguments, grid=grid, warmup=True, **options))
-
-        return launch
-
-    with (
-        patch.object(driver, "_active", active),
-        patch.object(triton.JITFunction, "__getitem__", compile_only),
-        patch.object(backend, "_IS_COMPILED", False),
-        patch.object(backend, "_warp_size", lambda _: target.warp_size),
-        patch.object(backend, "_multiprocessors", lambda _: 132),
-        ops.use_backend("triton"),
-    ):
-        yield kernels
+@cache
+def compiled_kernel(target: str, name: str) -> Launch:
+    # No length compiles again, except that one bit of it is a constant if threads process pairs of slots.
+    return launched(target, KERNELS[name], numels=EVEN if name.endswith("bf16 to 4 bits") else EVEN + ODD)
 
 
-def messages(count: int, layout: MessageLayout) -> torch.Tensor:
-    return torch.zeros(count, layout.nbytes, dtype=torch.uint8)
+def check_budget(code: MachineCode, launch: Launch, budget: Budget) -> None:
+    """Fail if the kernel needs more than its budget, or so little that the budget hides a regression."""
+    per_value = {
+        "registers": float(code.registers),
+        "instructions": code.instructions / launch.values,
+        "conversions": code.conversions / launch.values,
+    }
+    for name, limit in budget._asdict().items():
+        assert 0.95 * limit <= per_value[name] <= limit, f"{name}: {per_value[name]:.2f}, budget {limit}"
 
 
-def subtract_quantize(numel: int, bits: float) -> None:
-    layout, replica = MessageLayout(numel=numel, bits=bits, group_size=2048), torch.zeros(numel).bfloat16()
-    ops.subtract_quantize(torch.zeros(numel), replica=replica, out=messages(1, layout)[0], layout=layout)
+@pytest.mark.parametrize(("target", "name"), COMPILED)
+def test_machine_code(target: str, name: str) -> None:
+    launch = compiled_kernel(target, name)
+    code = machine_code(launch.kernel)
+    assert (code.spilled, code.flushing, code.narrow) == (0, 0, 0)
+    # The kernels fuse the products that are exact; see `codes.add_product`. Compilers fuse nothing.
+    assert code.fused == FUSED.get(name, 0) * launch.values
+    if triton.__version__.startswith(BUDGETS_ARE_OF) and target in BUDGETS.get(name, {}):
+        check_budget(code, launch, Budget(*BUDGETS[name][target]))
 
 
-def dequantize_add(numel: int, bits: float) -> None:
-    layout, replica = MessageLayout(numel=numel, bits=bits, group_size=2048), torch.zeros(2, numel).bfloat16()
-    ops.dequantize_add(messages(2, layout), replica=replica, layout=layout, accumulate=True)
+@triton.jit
+def decode_kernel(codes, out):  # type: ignore[no-untyped-def]
+    place = tl.arange(0, 512)
+    value = formats._decode_int8(tl.load(codes + place))
+    tl.store(out + place, value.to(tl.int32).to(tl.uint8))
 
 
-def hadamard_quantize(numel: int, bits: float) -> None:
-    layout = MessageLayout(numel=numel, bits=8 if bits == 4 else bits, group_size=128, parts=2)
-    values = torch.zeros(2, 4, numel).transpose(0, 1)
-    ops.hadamard_quantize(values, out=messages(4, layout), layout=layout, hadamard=True, rounding=KEY)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_the_byte_permutation_decodes_every_code(target: str) -> None:
+    codes = torch.arange(512).to(torch.uint8)
+    with compiled.compiling(target) as launches:
+        decode_kernel[(1,)](codes, codes.clone(), num_warps=1)
+    ptx = launches[0].kernel.asm["ptx"]
+    assert ptx.count("prmt.b32") >= 16 and "cvt.rn.f32.s" not in ptx
+    for words in codes.view(torch.int32).view(-1, 4).tolist():
+        loaded = [word & 0xFFFFFFFF for word in words]
+        assert stored_words(ptx, loaded) == loaded
+    wrong = ptx.replace("0x7442", "0x7441")
+    assert stored_words(wrong, [0x03020100] * 4) == [0x03010100] * 4
 
 
-def dequantize_reduce_quantize(numel: int, bits: float) -> None:
-    received = MessageLayout(numel=numel, bits=8, group_size=128, parts=2)
-    sent = MessageLayout(numel=numel, bits=bits, group_size=128)
-    named: dict[str, Any] = {"received": received, "out": messages(2, sent), "sent": sent, "rounding": DITHER}
-    ops.dequantize_reduce_quantize(messages(8, received), dither=None, **named)
+# Mutations: what the counters and budgets must notice.
 
 
-def dequantize_reduce_hadamard(numel: int, bits: float) -> None:
-    layout, out = MessageLayout(numel=numel, bits=bits, group_size=128), torch.zeros(numel)
-    named: dict[str, Any] = {"out": out, "layout": layout, "hadamard": True, "multiplier": 1 / 128}
-    ops.dequantize_reduce_hadamard(messages(4, layout), dither=DITHER, **named)
+@triton.jit
+def _load_by_conversion(codes, chunk, mask, dither, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    byte = tl.load(codes + offsets(chunk), mask=tl.expand_dims(mask, -1), other=0)
+    return byte.to(tl.int8, bitcast=True).to(tl.float32)
 
 
-def dequantize_reduce_pieces(numel: int, bits: float) -> None:
-    layout = MessageLayout(numel=numel, bits=bits, group_size=128)
-    out = torch.zeros(2 * (numel // 32 * 32) + numel)
-    named: dict[str, Any] = {"pieces": 3, "stride": numel // 32 * 32, "hadamard": True, "multiplier": 1 / 128}
-    dither = KeySeries((1 << 64) - 1, (1 << 63) + 1)
-    ops.dequantize_reduce_pieces(messages(6, layout), out=out, layout=layout, dither=dither, **named)
+REDUCED = "dequantize_reduce_quantize, 8 messages of 8 bits to 4 bits"
 
 
-def add_checksum(numel: int, bits: float) -> None:
-    """Of this many bf16 values, whatever the bits."""
-    ops.add_checksum(torch.zeros(4 * numel).bfloat16(), out=torch.zeros((), dtype=torch.int64))
+def test_conversions_of_codes_are_noticed() -> None:
+    slow = Coding(INT8, load=_load_by_conversion, store=formats._store_int8)
+    one_message = partial(compiled.dequantize_reduce_quantize, count=1, own=False)
+    with patch.dict(formats.FORMATS, int8=slow):
+        launch = launched("sm_90", one_message)
+    code = machine_code(launch.kernel)
+    with pytest.raises(AssertionError, match=r"conversions: 2\."):
+        check_budget(code, launch, Budget(code.registers, code.instructions / launch.values, 1.1))
 
 
-@pytest.mark.parametrize("bits", [4, 3.5])
-@pytest.mark.parametrize(
-    "operator",
-    [
-        subtract_quantize,
-        dequantize_add,
-        hadamard_quantize,
-        dequantize_reduce_quantize,
-        dequantize_reduce_hadamard,
-        dequantize_reduce_pieces,
-        add_checksum,
-    ],
-)
-def test_kernel(compiled, operator, bits):
-    for numel in (4096, 16, 32 * 3, 100_000):  # neither short rows nor ragged groups compile again
-        operator(numel, bits)
-    (kernel,) = {id(kernel): kernel for kernel in compiled}.values()
-    if "ptx" in kernel.asm:
-        # The one division is that of 65536 by at least 2**-107: nothing is flushed, as Triton 3.5 asks for.
-        text = kernel.asm["ptx"].replace("div.rn.ftz.f32", "div.rn.f32")
-        assert not re.findall(r"tf32|\bmma\b|\bfma\.|\.ftz|\.approx|div\.full|\.local\.", text)
-        assert not re.findall(r"(?:ld|st)\.global\S*b8\b", text), "single bytes move"
-        # ptxas could contract, too.
-        assert "EXIT" in kernel.asm["sass"] and not re.findall(r"\bH?FFMA2?\b", kernel.asm["sass"])
-    else:
-        text = kernel.asm["amdgcn"]
-        assert not re.findall(r"v_mfma|v_fmac?_f|v_mac_f|v_pk_fma|v_rcp_f32(?=.*approx)", text)
-        assert (
-            sum(map(int, re.findall(r"\.(?:vgpr_spill_count|private_segment_fixed_size): +(\d+)", text))) == 0
-        )
+def test_the_slower_path_of_odd_rows_is_noticed() -> None:
+    name = "hadamard_quantize, bf16 to 4 bits"
+    launch = launched("sm_90", KERNELS[name], numels=ODD)
+    code = machine_code(launch.kernel)
+    assert code.spilled == 0
+    # Also without its registers, because launches limit them.
+    _, *rest = BUDGETS[name]["sm_90"]
+    with pytest.raises(AssertionError, match="instructions"):
+        check_budget(code, launch, Budget(code.registers, *rest))
+
+
+def test_spills_are_noticed() -> None:
+    launch = launched("sm_90", KERNELS["subtract_quantize, fp32 and bf16 to 4 bits"], maxnreg=24)
+    code = machine_code(launch.kernel)
+    assert code.registers <= 24 and code.spilled > 0
+
+
+def test_contraction_is_noticed() -> None:
+    one_message = KERNELS["dequantize_reduce_hadamard, 2 nodes, 4 bits"]
+    launch = launched("sm_90", one_message, enable_fp_fusion=True)
+    # The product with the multiplier and the sum with the own node's part become one operation.
+    assert machine_code(launch.kernel).fused > launch.values
+
+
+SASS = """
+ Function kernel:
+  REG:40 STACK:8 SHARED:0 LOCAL:16 CONSTANT[0]:640
+        /*0000*/                   HFMA2.MMA R5, -RZ, RZ, 0, 0 ;   /* 0xfe */
+        /*0010*/                   FMUL.FTZ R5, R4, R3 ;
+        /*0020*/                   LDG.E.U8 R2, desc[UR4][R2.64] ;
+        /*0030*/              @!P1 I2F.S16 R1, R2 ;
+        /*0040*/                   I2FP.F32.U32 R1, R2 ;
+        /*0050*/                   FFMA2 R4, R4.F32x2.HI_LO, R6.F32x2.HI_LO, R8.F32x2.HI_LO ;
+        /*0060*/                   MUFU.RCP R4, R4 ;
+        /*0070*/                   IMAD.MOV.U32 R1, RZ, RZ, R2 ;
+        /*0080*/                   LOP3.LUT R1, R1, 0xff, RZ, 0xc0, !PT ;
+        /*0090*/                   ULOP3.LUT UR1, UR1, 0xff, URZ, 0xc0, !UPT ;
+        /*00a0*/                   NOP ;
+        /*00b0*/              @!P0 BRA 0x20 ;
+        /*00c0*/                   MUFU.EX2 R4, R4 ;
+        /*00d0*/                   FFMA R4, R4, R4, R4 ;
+        /*00e0*/                   HFMA2 R4, R4, R4, R4 ;
+        /*00f0*/                   BRA 0xf0;
+"""
+GCN = """
+kernel:
+	v_fma_f32 v1, v2, v3, v4
+.LBB0_1:
+	v_cvt_f32_i32_e32 v1, v2
+	s_waitcnt vmcnt(0)
+	global_load_ubyte v1, v2, s[0:1]
+	v_pk_fma_f32 v[2:3], v[0:1], v[2:3], v[4:5]
+	v_mad_u64_u32 v[0:1], s[2:3], v4, v5, 0
+	v_rcp_iflag_f32_e32 v1, v1
+	s_cbranch_scc1 .LBB0_1
+	v_rcp_f32_e32 v1, v1
+	s_endpgm
+		.amdhsa_float_denorm_mode_32 0
+    .private_segment_fixed_size: 4
+    .sgpr_spill_count: 1
+    .vgpr_count:     44
+    .vgpr_spill_count: 2
+"""
+
+
+def test_counts_are_those_of_a_text() -> None:
+    sass = read_sass(SASS)
+    assert (sass.registers, sass.spilled, sass.instructions, sass.narrow) == (40, 24, 9, 1)
+    assert (sass.conversions, sass.integers, sass.fused, sass.flushing) == (2, 2, 2 + 1 + 2, 2)
+    gcn = read_gcn(GCN)
+    assert (gcn.registers, gcn.spilled, gcn.instructions, gcn.narrow) == (44, 7, 4, 1)
+    assert (gcn.conversions, gcn.fused, gcn.flushing) == (1, 3, 2)
+    with pytest.raises(AssertionError, match="no loop"):
+        read_sass(SASS.replace("BRA 0x20", "BRA 0xc0"))

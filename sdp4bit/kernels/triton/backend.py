@@ -51,7 +51,7 @@ _MAX_PAIRED = 4
 """Maximum number of messages that threads sum for a pair of slots, limited by registers."""
 _REGISTERS, _TRANSFORM_REGISTERS, _PAIR_REGISTERS = 80, 96, 128
 """Maximum registers of a thread; more for a transform, and most for sums of a pair of slots. They leave six,
-five or four warps per scheduler, which keep it busy, because each thread has 16 to 64 values; not measured."""
+five or four warps per scheduler, which are enough for threads of 16 to 64 values; not measured."""
 _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
 """Words of a piece per program, 64 bytes per thread; not measured."""
 _VALUE_UNIT = 16
