@@ -50,8 +50,8 @@ _MAX_UNROLLED = 8
 _MAX_PAIRED = 4
 """Maximum number of messages that threads sum for a pair of slots, limited by registers."""
 _REGISTERS, _TRANSFORM_REGISTERS, _PAIR_REGISTERS = 80, 96, 128
-"""Maximum registers of a thread; more for a transform, and most for sums of a pair of slots. They leave six,
-five or four warps per scheduler, which are enough for threads of 16 to 64 values; not measured."""
+"""Maximum registers of a thread; more for a transform, and most for sums and odd rows of pairs of slots. They
+leave six, five or four warps per scheduler, which are enough for threads of 16 to 64 values; not measured."""
 _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
 """Words of a piece per program, 64 bytes per thread; not measured."""
 _VALUE_UNIT = 16
@@ -204,6 +204,7 @@ def _quantize(
     # Lengths and strides are passed in their largest common unit. In units of 16 values the compiler can use
     # full vectors.
     unit = math.gcd(_VALUE_UNIT, layout.numel, *strides) if blocks is None else 1
+    is_odd = is_paired and _is_odd_row(layout)
     _launch(
         quantize_kernel,
         (tiles, layout.parts, destinations - (skip is not None)),
@@ -217,10 +218,10 @@ def _quantize(
         (
             *(unit, FORMATS[layout.format.name], float(clip), _group_blocks(layout), groups, slots),
             *(replica is not None, hadamard, _mode(rounding), is_paired),
-            is_paired and _is_odd_row(layout),
+            is_odd,
         ),
         _warps(groups * slots, values_per_thread, out.device),
-        registers=_TRANSFORM_REGISTERS if hadamard else _REGISTERS,
+        registers=_PAIR_REGISTERS if is_odd else _TRANSFORM_REGISTERS if hadamard else _REGISTERS,
     )
 
 
