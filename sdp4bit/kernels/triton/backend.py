@@ -50,8 +50,9 @@ _MAX_UNROLLED = 8
 _MAX_PAIRED = 4
 """Maximum number of messages that threads sum for a pair of slots, limited by registers."""
 _REGISTERS, _TRANSFORM_REGISTERS, _PAIR_REGISTERS = 80, 96, 128
-"""Maximum registers of a thread; more for a transform, and most for sums and odd rows of pairs of slots. They
-leave six, five or four warps per scheduler, which are enough for threads of 16 to 64 values; not measured."""
+"""Maximum registers of a thread; more for a transform and for checksums, and most for sums and odd rows of
+pairs of slots. They leave six, five or four warps per scheduler, which are enough for threads of 16 to 64
+values; not measured."""
 _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
 """Words of a piece per program, 64 bytes per thread; not measured."""
 _VALUE_UNIT = 16
@@ -431,4 +432,5 @@ def add_checksum(values: Tensor, *, out: Tensor) -> None:
         (source.numel() // unit,),
         (unit, _CHECKSUM_WORDS),
         _CHECKSUM_WARPS,
+        registers=_TRANSFORM_REGISTERS,
     )
