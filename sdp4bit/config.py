@@ -281,10 +281,19 @@ class AlertConfig:
 
 
 PRESETS = (
-    *("baseline", "qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit-paper"),
-    *("sdp4bit", "sdp4bit-w3g3.5", "sdp4bit-w2g3", "sdp4bit-w2g2"),
+    "sdp4bit",
+    "sdp4bit-w3g3.5",
+    "sdp4bit-w2g3",
+    "sdp4bit-w2g2",
+    "sdp4bit-paper",
+    "baseline",
+    "qw",
+    "qwd",
+    "ulq",
+    "tlq",
+    "tlq-hs",
 )
-"""Names for `SDP4BitConfig.preset`: the paper's ablation (Table 6) in its order, then our own."""
+"""Names for `SDP4BitConfig.preset`: our own, then the paper's method and its ablation (Table 6) in its order."""
 
 
 @_suggests_names

@@ -103,7 +103,8 @@ def attach(topology: Any) -> tuple[int, int, str, list[str]]:
         with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
             comm = sdp4bit.quantize_communication(model, topology=topology)
         joined = len(c10d._world.pg_map) - before
-        return new_group.call_count, joined, flat(comm.explain()), [str(each.message) for each in caught]
+        table, texts = flat(comm.explain(full=True)), [str(each.message) for each in caught]
+        return new_group.call_count, joined, table, texts
 
 
 def test_attaching_creates_the_groups_of_three_levels_for_gradients_alone() -> None:

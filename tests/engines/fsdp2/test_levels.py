@@ -35,7 +35,7 @@ def compare(topology: tuple[int, int], levels: str) -> list[int]:
     run = Run(build(), QUANTIZED, topology=topology).train(2)
     quantized = run.finish()
     assert_close(quantized, plain)
-    table = flat(run.comm.explain())
+    table = flat(run.comm.explain(full=True))
     assert table.count(f" {levels} ") == len(run.comm.groups)
     assert "inter int4/128, between blocks int4/128" in table
     planned = []
@@ -67,7 +67,7 @@ def test_replicas_of_hsdp_sum_gradients_in_blocks() -> None:
         run = Run(build(mesh=mesh), config, topology=(1, 2)).train(2)
         results.append(run.finish())
         if config is not None:
-            assert "replicas 2 x 2 x 1" in flat(run.comm.explain())
+            assert "replicas 2 x 2 x 1" in flat(run.comm.explain(full=True))
     assert_close(results[2], results[0])
     for exact, plain in zip(results[1].gradients, results[0].gradients, strict=True):
         # Sums of four in two orders.
@@ -85,5 +85,5 @@ def test_ddp_sums_gradients_in_blocks() -> None:
             model.register_comm_hook(state, sdp4bit.ddp_comm_hook)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         losses.append(train(model, optimizer, batches(), 2))
-    assert "2 x 2 x 1" in flat(state.explain()) and state.audit()
+    assert "2 x 2 x 1" in flat(state.explain(full=True)) and state.audit()
     assert_close(losses[1], losses[0])
