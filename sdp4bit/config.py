@@ -293,7 +293,7 @@ PRESETS = (
     "tlq",
     "tlq-hs",
 )
-"""Names for `SDP4BitConfig.preset`: our own, then the paper's method and its ablation (Table 6) in its order."""
+"""Names for `SDP4BitConfig.preset`: our own, then the paper's method and its ablation (Table 6)."""
 
 
 @_suggests_names

@@ -13,7 +13,7 @@ import torch
 
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
 from sdp4bit.kernels import cases
-from sdp4bit.kernels.cases import BY_SHAPE, KernelCase, Shape, dithered_zeros, make_values
+from sdp4bit.kernels.cases import BY_SHAPE, EDGE_VALUES, KernelCase, Shape, dithered_zeros, make_values
 from sdp4bit.observe.explain import describe_weights
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.formats import FORMATS, InOrder
@@ -88,7 +88,7 @@ def test_kernels_write_the_bytes_of_the_reference(
     monkeypatch.setattr(cases, "HOPS", ((8, added.name), (added.name, 4)))
     shapes: list[tuple[Any, ...]] = [()]
     if make is not dithered_zeros:
-        shapes = [(Shape(1, 128, 300, False),), (Shape(4, 96, 96 * 24, True),)]
+        shapes = [(Shape(1, 128, 300, False),), (Shape(4, 96, 96 * 2 * len(EDGE_VALUES), True),)]
     for shape in shapes:
         for case in make(*shape):
             compare(case.operator, case.first, backend=backend, **case.named)

@@ -161,7 +161,7 @@ def test_the_byte_permutation_decodes_every_code(target: str) -> None:
     assert stored_words(wrong, [0x03020100] * 4) == [0x03010100] * 4
 
 
-# Mutations: what the counters and budgets must notice.
+# Mutations that the counters and budgets must notice.
 
 
 @triton.jit

@@ -44,10 +44,7 @@ from sdp4bit.kernels.triton.codes import (
     store_codes,
     sum_messages,
 )
-from sdp4bit.kernels.triton.random_bits import (
-    draw_dither,
-    draw_dithers,
-)
+from sdp4bit.kernels.triton.random_bits import draw_dither, draw_dithers
 from sdp4bit.quantization.checksum import GOLDEN, ROUNDS, STRIPE_WORDS, signed64
 
 # Arguments that Triton must not specialize, because they vary between calls.
