@@ -42,8 +42,9 @@ class SDP4BitCallback(Callback):
 
     def post_attach(self) -> None:
         """Attach to the model, which the train module has prepared."""
+        module: Any = self.trainer.train_module
         self.comm = attachment.attach(
-            self.trainer.train_module.model,
+            getattr(module, "model_parts", None) or module.model,
             caller="SDP4BitCallback",
             switch=_SWITCH,
             config=self.config,

@@ -87,9 +87,11 @@ def train_pairs(folder: Path, config: Any) -> dict[str, Any]:
 
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2}
-    base = folder / f"base{torch.distributed.get_rank()}"
-    BertModel(BertConfig(vocab_size=on_cpu.TOKENS, **shape)).save_pretrained(base)
-    on_cpu.tiny_tokenizer().save_pretrained(base)
+    base = folder / "base"
+    BertModel(BertConfig(vocab_size=on_cpu.TOKENS, **shape)).save_pretrained(base)  # rank 0 writes
+    if torch.distributed.get_rank() == 0:
+        on_cpu.tiny_tokenizer().save_pretrained(base)
+    torch.distributed.barrier()
     encoder = Transformer(str(base))
     model = SentenceTransformer(modules=[encoder, Pooling(32)], device="cpu")
     texts = [" ".join(map(str, row["input_ids"])) for row in on_cpu.tiny_rows(128, length=8)]

@@ -189,18 +189,21 @@ def test_the_strategy_of_lightning_takes_the_state(tmp_path: Path) -> None:
 
 def attach_unsupported() -> None:
     on_cpu.as_launched()
-    accelerate, hf, lightning = map(driver_of, ("accelerate", "hf", "lightning"))
+    accelerate, hf, lightning, olmo = map(driver_of, ("accelerate", "hf", "lightning", "olmo_core"))
     accelerate.Accelerator(cpu=True)
     linear = torch.nn.Linear(8, 8)
     fsdp1 = FullyShardedDataParallel(linear, device_id=torch.device("cpu"))
     trainer = SimpleNamespace(strategy=SimpleNamespace(model=fsdp1))
     replicated = replicate(torch.nn.Linear(8, 8))
     replicated(torch.ones(1, 8))
+    callback = olmo.SDP4BitCallback()
+    callback.trainer = SimpleNamespace(train_module=SimpleNamespace(model=linear))
     name = "FullyShardedDataParallel communicates for this model, not FSDP2"
     for expected, attach in {
         f"{name}.*fsdp=True": lambda: hf.SDP4BitCallback().on_train_begin(None, None, None, model=fsdp1),
         f"{name}.*strategy='ddp'": lambda: lightning.SDP4BitCallback().on_fit_start(trainer, None),
         f"{name}.*fsdp_version=2": lambda: accelerate.quantize_communication(None, model=fsdp1),
+        "sharded or wrapped.*name='fsdp'": callback.post_attach,
         "sharded or wrapped": lambda: accelerate.quantize_communication(None, model=linear),
         "only before the first forward": lambda: accelerate.quantize_communication(None, model=replicated),
         r"no skip=\['a'\]": lambda: accelerate.quantize_communication(
@@ -212,6 +215,6 @@ def attach_unsupported() -> None:
 
 
 def test_a_model_with_neither_fsdp2_nor_ddp_is_refused_with_the_way_out() -> None:
-    for name in ("accelerate", "hf", "lightning"):
+    for name in ("accelerate", "hf", "lightning", "olmo_core"):
         _skip_without(name)
     run_ranks(attach_unsupported, WORLD)

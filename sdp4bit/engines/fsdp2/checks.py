@@ -32,6 +32,7 @@ _OTHER_ENGINES = {
     "megatron.core.distributed.fsdp.": (
         "sdp4bit does not support Megatron-FSDP: use Megatron-Core's distributed optimizer (docs/megatron.md)"
     ),
+    "olmo_core.nn.parallel.": "sdp4bit does not support OLMo-core's own DDP: use its TransformerTrainModule",
     "torchtitan.experiments.graph_trainer.": (
         "sdp4bit does not support SimpleFSDP: train with torchtitan's own Trainer, which shards with FSDP2"
     ),

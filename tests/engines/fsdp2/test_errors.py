@@ -182,6 +182,7 @@ def test_models_of_other_engines_are_refused_with_their_class_and_the_way_out() 
     refuse(ddp, "distributed.DistributedDataParallel communicates", "Register sdp4bit.ddp_comm_hook")
     for module, name, way_out in (
         ("deepspeed.runtime.zero", "Wrapper", "Pass the engine that deepspeed.initialize returned"),
+        ("olmo_core.nn.parallel.distributed", "MultiGroupDistributedDataParallel", "TransformerTrainModule"),
         ("torchtitan.experiments.graph_trainer.simple_fsdp", "SimpleFSDPLinear", "torchtitan's own Trainer"),
         ("megatron_fsdp.megatron_fsdp", "MegatronFSDP", "shard with fully_shard of PyTorch"),
         ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel", "optimizer"),
