@@ -49,9 +49,9 @@ _MAX_UNROLLED = 8
 """Maximum number of messages for which a sum is unrolled; not measured."""
 _MAX_PAIRED = 4
 """Maximum number of messages that threads sum for a pair of slots, limited by registers."""
-_REGISTERS, _TRANSFORM_REGISTERS, _PAIR_REGISTERS = 80, 96, 128
-"""Maximum registers of a thread; more for a transform and for checksums, and most for sums and odd rows of
-pairs of slots. They leave six, five or four warps per scheduler, which are enough for threads of 16 to 64
+_REGISTERS, _TRANSFORM_REGISTERS, _MOST_REGISTERS = 80, 96, 128
+"""Maximum registers of a thread; more for transforms and checksums, most for final sums, and for sums and odd
+rows of pairs of slots. They leave six, five or four warps per scheduler, enough for threads of 16 to 64
 values; not measured."""
 _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
 """Words of a piece per program, 64 bytes per thread; not measured."""
@@ -222,7 +222,7 @@ def _quantize(
             is_odd,
         ),
         _warps(groups * slots, values_per_thread, out.device),
-        registers=_PAIR_REGISTERS if is_odd else _TRANSFORM_REGISTERS if hadamard else _REGISTERS,
+        registers=_MOST_REGISTERS if is_odd else _TRANSFORM_REGISTERS if hadamard else _REGISTERS,
     )
 
 
@@ -343,7 +343,7 @@ def dequantize_reduce_quantize(
             *(is_paired and _is_odd_row(sent), own is not None, unit, hadamard),
         ),
         _warps(groups * slots, 32 if is_paired else 16, out.device),
-        registers=_PAIR_REGISTERS if is_paired else _REGISTERS,
+        registers=_MOST_REGISTERS if is_paired else _REGISTERS,
     )
 
 
@@ -383,7 +383,7 @@ def dequantize_reduce_hadamard(
             *(hadamard, own is not None, own_unit),
         ),
         _warps(slots, 16, out.device),
-        registers=_TRANSFORM_REGISTERS,
+        registers=_MOST_REGISTERS,
     )
 
 
