@@ -224,7 +224,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}")
     if comm is not None:
-        table, ratio = comm.explain(), comm.stats()["compression_ratio"]
+        table, ratio = comm.explain(full=True), comm.stats()["compression_ratio"]
         assert comm.audit()  # all ranks hold the same replicas
         comm.remove()
         if dist.get_rank() == 0:

@@ -185,7 +185,7 @@ def _wrong_value(message: str, option: Option, arguments: Sequence[str], typed: 
     expected = {"N": "an integer", "X": "a number"}.get(option.value.removesuffix(" ..."))
     if message.startswith("Missing value"):
         return f"{flag} needs a value"
-    if wrong := re.match(r"invalid choice '(.*)' for", message):
+    if wrong := re.search(r"invalid choice:? '(.*?)'", message):
         # tyro lists the choices in arbitrary order.
         return f"{flag} {wrong[1]}: use one of {option.value.strip('{}').replace(',', ', ')}"
     if expected and re.search("Error parsing|invalid (int|float) value", message):

@@ -339,12 +339,13 @@ def _describe_result(run: Run) -> list[str]:
     steps, sent = len(result.steps), sum(step.inter_bytes for step in result.steps)
     ratio = statistics.median(step.compression_ratio for step in result.steps)
     fewer = f" ({ratio:.2f}x fewer than plain FSDP2)" if result.strategy != "baseline" else ""
-    why = "; docs/telemetry.md: why your ratio differs" if fewer else ""
+    why = ["why your ratio differs: docs/telemetry.md"] if fewer else []
     return [
         f"{steps} steps in {result.seconds:.1f} s, median {1000 * result.step_seconds:.1f} ms; "
         + ", ".join(losses),
         f"inter-node: {format_bytes(result.inter_bytes_per_step)} per step{fewer}, "
-        f"{format_bytes(sent)} in total{why}",
+        f"{format_bytes(sent)} in total",
+        *why,
         f"intra-node: {format_bytes(result.intra_bytes_per_step)} per step",
     ]
 
