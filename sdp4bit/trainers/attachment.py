@@ -63,7 +63,10 @@ def attach(
     if any(isinstance(module, FSDPModule) for module in modules):
         return quantize_communication(model, topology=topology, config=config, skip=skip)
     wrappers = [m for m in modules if isinstance(m, DistributedDataParallel | ReplicatedModule)]
-    if len(wrappers) > 1:
+    other = None if wrappers else next(filter(None, map(other_engine, roots)), None)
+    if other is not None:
+        reason = other
+    elif len(wrappers) > 1:
         reason = f"{len(wrappers)} DistributedDataParallel modules were passed: attach each of them"
     elif any(isinstance(m, ReplicatedModule) and replicate.state(m).has_initialized for m in wrappers):
         reason = "replicate() takes a hook only before the first forward, which has passed"
@@ -80,8 +83,7 @@ def attach(
     elif not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         reason = "there is one process, which does not communicate"
     else:
-        others = (other_engine(root) for root in roots)
-        reason = next(filter(None, others), "no module of the model is sharded or wrapped")
+        reason = "no module of the model is sharded or wrapped"
     raise ValueError(
         f"{caller} needs a model that the trainer has prepared with FSDP2 or DDP, but {reason}. {switch}"
     )
