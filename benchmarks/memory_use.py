@@ -3,13 +3,18 @@
     python -m benchmarks.memory_use --out results/memory.json
 
 Four gloo processes, as two nodes of two ranks, train a GPT with AdamW for three steps: with plain FSDP2, and
-with sdp4bit. The profiler records every allocation of tensors. The peak of the last step counts, on the rank
-with the largest one. It includes activations, which are small here, and excludes buffers of gloo.
+with sdp4bit. The memory in use before the last step is that of all live tensors. Its growth within the step
+is read from the allocator of the C library before and after every operator. The sum counts, on the rank with
+the largest one. It includes activations, which are small here, and excludes buffers of gloo's sockets.
+
+torch's profiler cannot count this: it misses tensors that gloo's threads free.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import shlex
 import sys
@@ -22,10 +27,11 @@ import torch
 # Imported here once, because the first optimizer of each rank would do it.
 import torch._dynamo
 import torch.distributed as dist
-from torch import multiprocessing, profiler
+from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.profiler import record_function
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cluster_strategies import Workload
 from benchmarks.kernels import describe_machine
@@ -38,8 +44,57 @@ from sdp4bit_lab.plan.step import plan_step
 from sdp4bit_lab.pretrain.model.gpt import GPT, Block
 
 NODES, RANKS_PER_NODE, STEPS = 2, 2, 3
-WORKLOAD = Workload(layers=6, hidden=256, heads=4, vocabulary=2048, sequence_length=16)
-LAST = "last step"
+WORKLOAD = Workload(layers=6, hidden=512, heads=8, vocabulary=4096, sequence_length=16)
+
+
+class _MallocInfo(ctypes.Structure):
+    """`struct mallinfo2` of the GNU C library."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+class PeakMode(TorchDispatchMode):
+    """Record the largest memory in use before and after the operators, of all threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mallinfo = ctypes.CDLL(None).mallinfo2
+        self._mallinfo.restype = _MallocInfo
+        self._start = self._in_use()
+        self.growth = 0
+
+    def _in_use(self) -> int:
+        info = self._mallinfo()
+        return int(info.uordblks + info.hblkhd)
+
+    def _sample(self) -> None:
+        self.growth = max(self.growth, self._in_use() - self._start)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._sample()
+        result = function(*args, **(kwargs or {}))
+        self._sample()
+        return result
+
+
+def bytes_of_tensors() -> int:
+    """Return the bytes of all live tensors; those that share memory count once."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        # isinstance would ask deprecated proxies of modules for their class.
+        if issubclass(type(each), torch.Tensor):
+            local = each.to_local() if isinstance(each, DTensor) else each
+            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def train(rank: int, folder: str, is_quantized: bool) -> None:
@@ -49,41 +104,33 @@ def train(rank: int, folder: str, is_quantized: bool) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store-{is_quantized}", rank=rank, world_size=size
     )
-    with profiler.profile(activities=[profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model = GPT(WORKLOAD.shape, compute_dtype=torch.bfloat16)
-        model.reset_parameters(seed=0)
-        mesh = init_device_mesh("cpu", (size,))
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        for block in (module for module in model.modules() if isinstance(module, Block)):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        if is_quantized:
-            comm = quantize_communication(model, topology=RANKS_PER_NODE)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        for step in range(STEPS):
-            with record_function(LAST if step == STEPS - 1 else "step"):
-                model(*WORKLOAD.batch(step, rank=rank)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    Path(f"{folder}/{is_quantized}-{rank}").write_text(str(peak_of(profiled)))
+    model = GPT(WORKLOAD.shape, compute_dtype=torch.bfloat16)
+    model.reset_parameters(seed=0)
+    mesh = init_device_mesh("cpu", (size,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in (module for module in model.modules() if isinstance(module, Block)):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if is_quantized:
+        comm = quantize_communication(model, topology=RANKS_PER_NODE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(number: int) -> None:
+        model(*WORKLOAD.batch(number, rank=rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(STEPS - 1):
+        step(number)
+    kept = bytes_of_tensors()
+    with PeakMode() as mode:
+        step(STEPS - 1)
+    Path(f"{folder}/{is_quantized}-{rank}").write_text(json.dumps([kept, mode.growth]))
     if is_quantized:
         comm.remove()
     dist.destroy_process_group()
-
-
-def peak_of(profiled: profiler.profile) -> int:
-    """Return the largest sum of allocated bytes during the last step."""
-    assert profiled.profiler is not None
-    events = profiled.profiler.kineto_results.events()
-    start = next(event.start_ns() for event in events if event.name() == LAST)
-    allocated = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        allocated += event.nbytes()
-        if event.start_ns() >= start:
-            peak = max(peak, allocated)
-    return peak
 
 
 def planned() -> dict[str, StepCost]:
@@ -114,13 +161,16 @@ def measure() -> list[dict[str, Any]]:
             multiprocessing.start_processes(
                 train, args=(folder, is_quantized), nprocs=NODES * RANKS_PER_NODE, start_method="fork"
             )
-            measured = max(
-                int(Path(f"{folder}/{is_quantized}-{rank}").read_text())
+            found = [
+                json.loads(Path(f"{folder}/{is_quantized}-{rank}").read_text())
                 for rank in range(NODES * RANKS_PER_NODE)
-            )
+            ]
+            kept, growth = max(found, key=sum)
             # gloo has no communicators that use device memory.
             by_use = {use: size for use, size in parts(cost.memory).items() if use != "communicators"}
-            rows.append({"strategy": name, "measured": measured, "planned": by_use})
+            rows.append(
+                {"strategy": name, "measured": kept + growth, "between_steps": kept, "planned": by_use}
+            )
     return rows
 
 

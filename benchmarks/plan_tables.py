@@ -167,14 +167,18 @@ def ratio_table(result: dict[str, Any]) -> str:
 
 
 def peak_table(result: dict[str, Any]) -> str:
-    """Return the measured peak memory of a small job beside the planned one, in MB."""
+    """Return the measured memory of a small job beside the planned one, in MB."""
+
+    def megabytes(count: int) -> str:
+        return f"{count / 1e6:.1f}"
+
     rows = [
         [
             row["strategy"],
-            f"{row['measured'] / 1e6:.1f}",
-            f"{sum(row['planned'].values()) / 1e6:.1f}",
-            *(f"{size / 1e6:.1f}" for size in row["planned"].values()),
+            megabytes(row["between_steps"]),
+            megabytes(row["planned"]["shards"] + row["planned"]["replica"]),
+            *(megabytes(count) for count in (row["measured"], sum(row["planned"].values()))),
         ]
         for row in result["rows"]
     ]
-    return table(["MB", "measured", "planned", *result["rows"][0]["planned"]], rows)
+    return table(["MB", "between steps", "shards and replica, planned", "peak", "peak, planned"], rows)
