@@ -45,5 +45,5 @@ def test_the_planned_memory_is_that_of_the_planner_and_close_to_the_measured_one
         # Beyond them, sdp4bit keeps message buffers; plain FSDP2 keeps a few numbers.
         least, most = (0, 1000) if row["strategy"] == "FSDP2" else (1, cost.memory["message buffers"] * 1.1)
         assert least <= row["between_steps"] - held <= most
-        # Activations, and unsharded gradients in bf16, which the planner leaves out.
-        assert 1.0 < row["measured"] / sum(by_use.values()) < 1.1
+        # The planner leaves out activations, and unsharded gradients in bf16.
+        assert 1.0 < row["measured"] / sum(by_use.values()) < 1.15
