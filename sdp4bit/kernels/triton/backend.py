@@ -49,7 +49,7 @@ _MAX_UNROLLED = 8
 """Maximum number of messages for which a sum is unrolled; not measured."""
 _MAX_PAIRED = 4
 """Maximum number of messages that threads sum for a pair of slots, limited by registers."""
-_REGISTERS, _TRANSFORM_REGISTERS, _MOST_REGISTERS = 80, 96, 128
+_REGISTERS, _MORE_REGISTERS, _MOST_REGISTERS = 80, 96, 128
 """Maximum registers of a thread; more for transforms and checksums, most for final sums, and for sums and odd
 rows of pairs of slots. They leave six, five or four warps per scheduler, enough for threads of 16 to 64
 values; not measured."""
@@ -222,7 +222,7 @@ def _quantize(
             is_odd,
         ),
         _warps(groups * slots, values_per_thread, out.device),
-        registers=_MOST_REGISTERS if is_odd else _TRANSFORM_REGISTERS if hadamard else _REGISTERS,
+        registers=_MOST_REGISTERS if is_odd else _MORE_REGISTERS if hadamard else _REGISTERS,
     )
 
 
@@ -432,5 +432,5 @@ def add_checksum(values: Tensor, *, out: Tensor) -> None:
         (source.numel() // unit,),
         (unit, _CHECKSUM_WORDS),
         _CHECKSUM_WARPS,
-        registers=_TRANSFORM_REGISTERS,
+        registers=_MORE_REGISTERS,
     )
