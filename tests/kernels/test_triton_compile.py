@@ -64,34 +64,100 @@ FUSED = {
 
 BUDGETS: dict[str, dict[str, tuple[int, float, float]]] = {
     "subtract_quantize, fp32 and bf16 to 4 bits": {
+        "sm_80": (48, 15.8, 1.25),
         "sm_90": (56, 15.2, 1.19),
+        "sm_100": (62, 15.8, 1.19),
+        "gfx942": (43, 11.0, 1.19),
     },
     "subtract_quantize, fp32 and bf16 to 3.5 bits": {
+        "sm_80": (62, 14.6, 1.13),
         "sm_90": (64, 14.0, 1.1),
+        "sm_100": (70, 14.5, 1.1),
+        "gfx942": (72, 11.3, 1.1),
     },
     "dequantize_add, 4 bits to bf16": {
+        "sm_80": (40, 16.0, 0.0),
         "sm_90": (45, 15.9, 0.0),
+        "sm_100": (47, 14.9, 0.0),
+        "gfx942": (47, 12.2, 0.0),
     },
     "dequantize_add, 3.5 bits to bf16": {
+        "sm_80": (39, 24.3, 1.0),
         "sm_90": (40, 24.3, 0.13),
-    },
-    "hadamard_quantize, fp32 to 8 bits": {
-        "sm_90": (72, 17.5, 1.1),
-    },
-    "hadamard_quantize, bf16 to 8 bits": {
-        "sm_90": (70, 18.7, 1.1),
+        "sm_100": (43, 23.8, 0.13),
+        "gfx942": (48, 19.1, 1.0),
     },
     "hadamard_quantize, bf16 to 4 bits": {
+        "sm_80": (96, 21.7, 1.07),
         "sm_90": (96, 21.0, 1.05),
-    },
-    "hadamard_quantize, fp32 to 3.5 bits": {
-        "sm_90": (69, 21.0, 1.1),
+        "sm_100": (96, 18.8, 1.05),
+        "gfx942": (130, 18.8, 1.05),
     },
     "dequantize_reduce_quantize, 8 messages of 8 bits to 4 bits": {
-        "sm_90": (80, 51.6, 1.1),
+        "sm_80": (80, 51.5, 1.13),
+        "sm_90": (80, 50.9, 1.1),
+        "sm_100": (80, 43.1, 1.1),
+        "gfx942": (156, 37.9, 9.1),
     },
     "dequantize_reduce_quantize, 4 messages of 8 bits to 4 bits": {
+        "sm_80": (123, 30.3, 1.07),
         "sm_90": (118, 29.7, 1.05),
+        "sm_100": (126, 26.0, 1.05),
+        "gfx942": (142, 21.8, 5.05),
+    },
+    "hadamard_quantize, fp32 to 8 bits": {
+        "sm_80": (69, 18.3, 1.13),
+        "sm_90": (72, 17.5, 1.1),
+        "sm_100": (85, 18.3, 1.1),
+        "gfx942": (92, 20.0, 1.1),
+    },
+    "hadamard_quantize, bf16 to 8 bits": {
+        "sm_80": (67, 19.4, 1.13),
+        "sm_90": (70, 18.7, 1.1),
+        "sm_100": (79, 17.7, 1.1),
+        "gfx942": (96, 19.8, 1.1),
+    },
+    "hadamard_quantize, fp32 to 3.5 bits": {
+        "sm_80": (70, 21.7, 1.13),
+        "sm_90": (70, 20.9, 1.1),
+        "sm_100": (85, 21.8, 1.1),
+        "gfx942": (80, 20.4, 1.1),
+    },
+    "dequantize_reduce_quantize, 8 messages of 8 bits to 3.5 bits": {
+        "sm_80": (80, 46.8, 1.13),
+        "sm_90": (80, 46.3, 1.1),
+        "sm_100": (80, 38.5, 1.1),
+        "gfx942": (118, 33.1, 9.1),
+    },
+    "dequantize_reduce_hadamard, 2 nodes, 4 bits": {
+        "sm_80": (95, 27.0, 0.0),
+        "sm_90": (109, 26.9, 0.0),
+        "sm_100": (96, 24.9, 0.0),
+        "gfx942": (91, 22.0, 0.0),
+    },
+    "dequantize_reduce_hadamard, 4 nodes, 4 bits": {
+        "sm_80": (122, 44.3, 0.0),
+        "sm_90": (123, 44.3, 0.0),
+        "sm_100": (127, 39.9, 0.0),
+        "gfx942": (133, 36.7, 0.0),
+    },
+    "dequantize_reduce_hadamard, 8 nodes, 4 bits": {
+        "sm_80": (126, 81.4, 0.0),
+        "sm_90": (128, 81.3, 0.0),
+        "sm_100": (128, 73.6, 0.0),
+        "gfx942": (160, 66.0, 0.0),
+    },
+    "dequantize_reduce_hadamard, 4 nodes, 3.5 bits": {
+        "sm_80": (126, 75.3, 3.0),
+        "sm_90": (126, 75.5, 0.0),
+        "sm_100": (128, 71.1, 0.0),
+        "gfx942": (198, 62.5, 3.0),
+    },
+    "add_checksum": {
+        "sm_80": (80, 29.3, 0.0),
+        "sm_90": (96, 25.9, 0.0),
+        "sm_100": (80, 29.2, 0.0),
+        "gfx942": (51, 17.0, 0.0),
     },
 }
 """Budgets by kernel and target: registers, instructions and conversions per value; see `Budget`."""
