@@ -56,7 +56,7 @@ class Launch:
 
 @contextmanager
 def compiling(name: str, **changes: Any) -> Iterator[list[Launch]]:
-    """Compile for a target what operators would launch inside the block, with changed options."""
+    """Compile the launches inside the block for a target, with changed options."""
     target, launches = TARGETS[name], []
     active = SimpleNamespace(
         get_current_target=lambda: target,
