@@ -25,7 +25,7 @@ from sdp4bit.kernels.triton import backend
 from sdp4bit.kernels.triton import launch as launch_module
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey
+from sdp4bit.quantization.random import KeySeries, RoundingKey
 from tests.oracles.machine_code import MachineCode, read_gcn, read_sass
 
 TARGETS = {
@@ -125,6 +125,15 @@ def dequantize_reduce_hadamard(numel: int, *, count: int, bits: float = 4, dithe
     ops.dequantize_reduce_hadamard(_messages(count + 1, layout), **named)
 
 
+def dequantize_reduce_pieces(numel: int) -> None:
+    """Three pieces, of two messages each."""
+    layout, stride = MessageLayout(numel=numel, bits=4, group_size=128), numel // 32 * 32
+    named: dict[str, Any] = {"pieces": 3, "stride": stride, "hadamard": True, "multiplier": 1 / 128}
+    named |= {"dither": KeySeries((1 << 64) - 1, (1 << 63) + 1)}
+    out = torch.zeros(2 * stride + layout.numel)
+    ops.dequantize_reduce_pieces(_messages(6, layout), out=out, layout=layout, **named)
+
+
 def add_checksum(numel: int) -> None:
     ops.add_checksum(torch.zeros(4 * numel).bfloat16(), out=torch.zeros((), dtype=torch.int64))
 
@@ -177,6 +186,7 @@ KERNELS: dict[str, Callable[[int], None]] = {
         )
         for nodes, bits in ((2, 4), (4, 4), (8, 4), (4, 3.5))
     },
+    "dequantize_reduce_pieces, 4 bits": dequantize_reduce_pieces,
     "add_checksum": add_checksum,
 }
 """Calls in the default configuration and with 3.5 bits. Both sums include the own node's part."""

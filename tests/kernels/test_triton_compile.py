@@ -62,6 +62,9 @@ FUSED = {
 }
 """Fused products per value: of all messages, except for a first one that is not added to anything."""
 
+SPILLS = {("sm_100", "dequantize_reduce_hadamard, 4 nodes, 3.5 bits"): 8}
+"""Known spills. A thread with more than 128 registers would cost each scheduler a warp."""
+
 BUDGETS: dict[str, dict[str, tuple[int, float, float]]] = {
     "subtract_quantize, fp32 and bf16 to 4 bits": {
         "sm_80": (48, 15.8, 1.25),
@@ -94,15 +97,15 @@ BUDGETS: dict[str, dict[str, tuple[int, float, float]]] = {
         "gfx942": (130, 18.8, 1.05),
     },
     "dequantize_reduce_quantize, 8 messages of 8 bits to 4 bits": {
-        "sm_80": (80, 51.5, 1.13),
-        "sm_90": (80, 50.9, 1.1),
-        "sm_100": (80, 43.1, 1.1),
+        "sm_80": (80, 51.8, 1.13),
+        "sm_90": (80, 51.6, 1.1),
+        "sm_100": (80, 44.1, 1.1),
         "gfx942": (156, 37.9, 9.1),
     },
     "dequantize_reduce_quantize, 4 messages of 8 bits to 4 bits": {
-        "sm_80": (123, 30.3, 1.07),
-        "sm_90": (118, 29.7, 1.05),
-        "sm_100": (126, 26.0, 1.05),
+        "sm_80": (123, 30.5, 1.07),
+        "sm_90": (118, 29.8, 1.05),
+        "sm_100": (126, 26.2, 1.05),
         "gfx942": (142, 21.8, 5.05),
     },
     "hadamard_quantize, fp32 to 8 bits": {
@@ -124,9 +127,9 @@ BUDGETS: dict[str, dict[str, tuple[int, float, float]]] = {
         "gfx942": (80, 20.4, 1.1),
     },
     "dequantize_reduce_quantize, 8 messages of 8 bits to 3.5 bits": {
-        "sm_80": (80, 46.8, 1.13),
-        "sm_90": (80, 46.3, 1.1),
-        "sm_100": (80, 38.5, 1.1),
+        "sm_80": (80, 47.2, 1.13),
+        "sm_90": (80, 47.0, 1.1),
+        "sm_100": (80, 39.3, 1.1),
         "gfx942": (118, 33.1, 9.1),
     },
     "dequantize_reduce_hadamard, 2 nodes, 4 bits": {
@@ -156,7 +159,7 @@ BUDGETS: dict[str, dict[str, tuple[int, float, float]]] = {
     "add_checksum": {
         "sm_80": (96, 24.4, 0.0),
         "sm_90": (96, 25.9, 0.0),
-        "sm_100": (80, 29.2, 0.0),
+        "sm_100": (96, 29.2, 0.0),
         "gfx942": (51, 17.0, 0.0),
     },
 }
@@ -181,7 +184,8 @@ EVEN, ODD = (4096, 64, 9 * 128 + 48), (16, 96, 100_000)
 @cache
 def compiled_kernel(target: str, name: str) -> Launch:
     # No length compiles again, except that one bit of it is a constant if threads process pairs of slots.
-    return launched(target, KERNELS[name], numels=EVEN if name.endswith("bf16 to 4 bits") else EVEN + ODD)
+    is_paired = name.endswith(("bf16 to 4 bits", "4 messages of 8 bits to 4 bits"))
+    return launched(target, KERNELS[name], numels=EVEN if is_paired else EVEN + ODD)
 
 
 def check_budget(code: MachineCode, launch: Launch, budget: Budget) -> None:
@@ -199,7 +203,7 @@ def check_budget(code: MachineCode, launch: Launch, budget: Budget) -> None:
 def test_machine_code(target: str, name: str) -> None:
     launch = compiled_kernel(target, name)
     code = machine_code(launch.kernel)
-    assert (code.spilled, code.flushing, code.narrow) == (0, 0, 0)
+    assert (code.spilled, code.flushing, code.narrow) == (SPILLS.get((target, name), 0), 0, 0)
     # The kernels fuse the products that are exact; see `codes.add_product`. Compilers fuse nothing.
     assert code.fused == FUSED.get(name, 0) * launch.values
     if triton.__version__.startswith(BUDGETS_ARE_OF) and target in BUDGETS.get(name, {}):

@@ -414,6 +414,7 @@ def dequantize_reduce_pieces(
         ),
         (unit, _unrolled(count), FORMATS[layout.format.name], _group_blocks(layout), slots, hadamard),
         _warps(slots, 16, out.device),
+        registers=_MOST_REGISTERS,
     )
 
 
