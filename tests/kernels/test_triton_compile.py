@@ -159,7 +159,7 @@ BUDGETS: dict[str, dict[str, tuple[int, float, float]]] = {
     "add_checksum": {
         "sm_80": (96, 24.4, 0.0),
         "sm_90": (96, 25.9, 0.0),
-        "sm_100": (96, 29.2, 0.0),
+        "sm_100": (96, 25.8, 0.0),
         "gfx942": (51, 17.0, 0.0),
     },
 }
