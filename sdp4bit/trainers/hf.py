@@ -84,11 +84,13 @@ class SDP4BitCallback(TrainerCallback):
         if self.comm is None or not self.comm.is_attached or model is not self._model:
             if self.comm is not None and self.comm.is_attached:
                 self.comm.remove()
+            engine = AcceleratorState().distributed_type
             self.comm = attachment.attach(
                 model,
                 caller="SDP4BitCallback",
-                switch=_SWITCH,
-                is_ddp=AcceleratorState().distributed_type in _UNSHARDED,
+                # The model is shown without the wrapper of DeepSpeed, for example.
+                switch=f"{_SWITCH}. This run uses {engine.value}",
+                is_ddp=engine in _UNSHARDED,
                 config=self._config,
                 topology=self._topology,
                 skip=self._skip,

@@ -200,7 +200,9 @@ def attach_unsupported() -> None:
     callback.trainer = SimpleNamespace(train_module=SimpleNamespace(model=linear))
     name = "FullyShardedDataParallel communicates for this model, not FSDP2"
     for expected, attach in {
-        f"{name}.*fsdp=True": lambda: hf.SDP4BitCallback().on_train_begin(None, None, None, model=fsdp1),
+        f"{name}.*fsdp=True.*This run uses MULTI_CPU": lambda: hf.SDP4BitCallback().on_train_begin(
+            None, None, None, model=fsdp1
+        ),
         f"{name}.*strategy='ddp'": lambda: lightning.SDP4BitCallback().on_fit_start(trainer, None),
         f"{name}.*fsdp_version=2": lambda: accelerate.quantize_communication(None, model=fsdp1),
         "sharded or wrapped.*name='fsdp'": callback.post_attach,
