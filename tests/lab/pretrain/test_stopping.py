@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from sdp4bit_lab.common.launch.signals import SIGNALS, listening
+from sdp4bit_lab.common.launch.signals import SIGNALS, keeping_handlers, listen
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
@@ -46,19 +46,22 @@ def reasons() -> list[str | None]:
     found.append(after_step(stops, 1))
     stops = StopRequests(TrainingConfig(), device=CPU)
     before = [signal.getsignal(number) for number in SIGNALS]
-    with listening():
+    with keeping_handlers():
+        listen()
         found.append(stops.before_first_step())
         # The first one counts; Python runs handlers at the next line.
         for number in (signal.SIGUSR1, signal.SIGTERM) if rank == 1 else ():
             os.kill(os.getpid(), number)
             time.sleep(0.01)
         # Nested, as a program does it that its launcher has made listen already.
-        with listening():
+        with keeping_handlers():
+            listen()
             found.append(stops.before_first_step())
         found.append(after_step(stops, 1))
     assert [signal.getsignal(number) for number in SIGNALS] == before
     # What came before is over.
-    with listening():
+    with keeping_handlers():
+        listen()
         found.append(after_step(stops, 1))
     return found
 
