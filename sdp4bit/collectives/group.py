@@ -204,8 +204,9 @@ class Group:
 
 def mean_factor(op: object, process_group: ProcessGroup) -> float:
     """Return the factor that turns a sum into the requested reduction; NaN if it is neither sum nor mean."""
-    factors = {dist.ReduceOp.SUM: 1.0, dist.ReduceOp.AVG: 1.0 / process_group.size()}
-    return next((factor for known, factor in factors.items() if op == known), math.nan)
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    return 1.0 / process_group.size() if op == dist.ReduceOp.AVG else math.nan
 
 
 def reduction_multiplier(op: object, process_group: ProcessGroup, *, name: str, engine: str) -> float:

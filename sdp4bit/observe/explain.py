@@ -43,7 +43,7 @@ def row_of(group: Group, sent: Traffic) -> Row:
     """Return a group's line, with the bytes that this rank sent."""
     ranks, remarks = group.layout.describe(), group.remarks()
     if group.replicate_layout not in (None, group.layout):
-        ranks += f", replicas {group.replicate_layout.describe()}"
+        ranks += f", replicated {group.replicate_layout.describe()}"
     return Row(
         name=group.view.name,
         shard_numel=group.view.shard_numel,
@@ -162,12 +162,12 @@ def render(rows: Sequence[Row], *, full: bool = False) -> str:
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
     """Return one row for all that differ only in their names."""
-    alike: dict[tuple[object, ...], list[Row]] = {}
+    equal: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        alike.setdefault(astuple(replace(row, name="")), []).append(row)
+        equal.setdefault(astuple(replace(row, name="")), []).append(row)
     return [
         replace(first, name=f"{first.name} to {more[-1].name}, each of {1 + len(more)}") if more else first
-        for first, *more in alike.values()
+        for first, *more in equal.values()
     ]
 
 

@@ -72,7 +72,7 @@ def check(engine: str) -> None:
 
     # 4. The table shows a node per rank.
     table, over = flat(run.comm.explain(full=True)), replicas if engine == "DDP" else shards
-    other = ", replicas 2 x 1 " if engine == "HSDP" else " "
+    other = ", replicated 2 x 1 " if engine == "HSDP" else " "
     assert table.count(f" {over.nodes} x 1{other}") == len(run.comm.groups)
     assert "inter int4/128" in table and "intra int" not in table and "one node" not in table
 

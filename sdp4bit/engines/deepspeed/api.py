@@ -26,7 +26,7 @@ from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.engines.warn import warn_user
-from sdp4bit.observe.explain import ONE_RANK, one_node_note, one_node_reason
+from sdp4bit.observe.explain import ONE_RANK, one_hop_note, one_node_note, one_node_reason
 from sdp4bit.observe.measures import sample_gradient
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.random import check_numbers
@@ -184,7 +184,7 @@ class ZeRO:
     def step(self, closure: None = None) -> None:
         """Take DeepSpeed's step, but send the differences between weights and their replicas."""
         # DeepSpeed writes the new weights over this rank's row of the replica.
-        kept = [group.view.weights[group.view.own].clone() for group in self._groups]
+        kept = [g.view.weights[g.view.own].clone() if g.replica else None for g in self._groups]
         namespace, is_taken = vars(sys.modules[self._stock.__module__]), False
         stock = namespace["all_gather_dp_groups"]
 
@@ -202,12 +202,14 @@ class ZeRO:
             self._state.end_step()
 
     @torch.no_grad()
-    def _gather(self, kept: Sequence[Tensor], stock: Callable[..., None], arguments: dict[str, Any]) -> None:
+    def _gather(
+        self, kept: Sequence[Tensor | None], stock: Callable[..., None], arguments: dict[str, Any]
+    ) -> None:
         for index, (group, row) in enumerate(zip(self._groups, kept, strict=True)):
-            if group.replica is None:
+            if group.replica is None or row is None:
                 names = "groups_flat", "partitioned_param_groups", "dp_process_group"
                 stock(**arguments | {name: [arguments[name][index]] for name in names})
-                group.count_dense(group.weight_traffic, row.nbytes)
+                group.count_dense(group.weight_traffic, group.view.weights[group.view.own].nbytes)
                 continue
             group.attach_rows()
             group.replica.own_shard.copy_(row)
@@ -271,8 +273,9 @@ def attach(
         group.weights_unquantized_reason = alone or one_node_reason(settings.weights, nodes=nodes)
         group.gradients_unquantized_reason = alone or one_node_reason(settings.gradients, nodes=nodes)
     note = one_node_note([(g.weights_unquantized_reason, g.gradients_unquantized_reason) for g in groups])
-    if note:
-        warn_user(note)
+    quantized = [group.layout for group in groups if not group.gradients_unquantized_reason]
+    for each in filter(None, (note, one_hop_note(quantized))):
+        warn_user(each)
     if settings.weights is not None:  # every rank holds all weights
         settings = replace(settings, weights=replace(settings.weights, replica="full"))
     handle = DeepSpeedCommHandle(ModelState(groups, telemetry=settings.telemetry), config=settings, note=note)

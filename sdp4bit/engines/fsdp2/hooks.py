@@ -215,9 +215,10 @@ class ReduceScatterHook(_Hook):
         group.awaits_all_reduce = group.replicate_layout is not None
         group.gradient_bits = None
         sections = _quantized_sections(group, state, output.numel(), reduction)
-        over = Reduction(torch_group, mean_factor(op, torch_group))
-        sample_numel = state.gradient_sample_numel
-        sample_sent(group, input, over, sample_numel=sample_numel)
+        over, sample_numel = None, state.gradient_sample_numel
+        if sample_numel is not None:  # a step that will be measured
+            over = Reduction(torch_group, mean_factor(op, torch_group))
+            sample_sent(group, input, over, sample_numel=sample_numel)
         if reduction is None or not sections:
             group.count_dense(group.gradient_traffic, output.nbytes)
             what = f"full-precision gradient reduce-scatter of {group.view.name}"
@@ -235,7 +236,7 @@ class ReduceScatterHook(_Hook):
             )
             group.gradient_bits = reduction.bits
             group.reductions += 1
-        if group.replicate_layout is None:
+        if over is not None and group.replicate_layout is None:
             first = torch_group.rank() * output.numel()
             sample_received(group, output, over, first=first, sample_numel=sample_numel)
 
@@ -300,11 +301,11 @@ class ReplicateGroup(_Hook):
                 )
                 group.gradient_bits = all_reduce.bits
                 group.all_reduces += 1
-            over = Reduction(self._stock, mean_factor(opts.reduceOp, self._stock))
-            first = 0 if shards is None else shards.rank() * values.numel()
-            sample_received(
-                group, values, over, first=first, copies=self._stock.size(), sample_numel=sample_numel
-            )
+            if sample_numel is not None:
+                over = Reduction(self._stock, mean_factor(opts.reduceOp, self._stock))
+                first = 0 if shards is None else shards.rank() * values.numel()
+                copies = self._stock.size()
+                sample_received(group, values, over, first=first, copies=copies, sample_numel=sample_numel)
 
 
 def _quantized_sections(

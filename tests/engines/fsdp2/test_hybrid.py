@@ -134,7 +134,7 @@ def check_bytes(placement: str, inter_bits: float) -> None:
     assert {g.view.data_rank for g in run.comm.groups} == {data_rank}
     table = run.comm.explain(full=True)
     assert table.count("all-reduce ") == 4
-    shapes = f"{sharded.nodes} x {sharded.ranks_per_node}, replicas {replicated.nodes} x "
+    shapes = f"{sharded.nodes} x {sharded.ranks_per_node}, replicated {replicated.nodes} x "
     assert table.count(shapes + f"{replicated.ranks_per_node} ") == 4
     assert 0.0 < stats["gradient_error"] < 0.4 and stats["nonfinite_groups"] == 0
     assert run.comm.audit()

@@ -67,7 +67,7 @@ def test_replicas_of_hsdp_sum_gradients_in_blocks() -> None:
         run = Run(build(mesh=mesh), config, topology=(1, 2)).train(2)
         results.append(run.finish())
         if config is not None:
-            assert "replicas 2 x 2 x 1" in flat(run.comm.explain(full=True))
+            assert "replicated 2 x 2 x 1" in flat(run.comm.explain(full=True))
     assert_close(results[2], results[0])
     for exact, plain in zip(results[1].gradients, results[0].gradients, strict=True):
         # Sums of four in two orders.
