@@ -2,15 +2,20 @@
 
     python -m benchmarks.gpu_profile profile.json --ranks 8 --width 4096
 
-Two Llama-like blocks and a head of that width are trained with plain FSDP2, then with sdp4bit's default. All
-ranks are profiled at once. "launches" are CUDA launches per group and rank, null on a CPU. "hook_us" is host
-time in the library's hooks per group and rank, an upper bound because threads share the interpreter.
+Two Llama-like blocks and a head of that width are trained with plain FSDP2, then with sdp4bit's default. Numbers
+are per group and rank, of the whole step. "launches" are CUDA launches, null on a CPU; copies between threads
+are among them. "host_us" is CPU time of all threads, median of several steps that are not profiled: on a CPU
+also that of the kernels. "calls" are calls of the library's hooks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +34,7 @@ LAYERS, VOCABULARY, TOKENS = 2, 4096, 512
 GROUPS = LAYERS + 1
 _LAUNCH = ("cudaLaunchKernel", "cuLaunchKernel", "hipLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
 _HOOKS = ("sdp4bit::all_gather (", "sdp4bit::reduce_scatter (")
-_WARM_UP = 3
+_WARM_UP, _TIMED = 3, 5
 
 
 class _Block(nn.Module):
@@ -54,9 +59,11 @@ class _Block(nn.Module):
 def _step_of(ranks: Ranks, *, width: int, quantized: bool) -> Any:
     """Return a function that takes one optimizer step of a new model."""
     torch.manual_seed(0)
-    blocks = [_Block(width) for _ in range(LAYERS)]
-    model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY, bias=False))
-    model.to(ranks.device)
+    with ranks.device:
+        blocks = [_Block(width) for _ in range(LAYERS)]
+        model = nn.Sequential(
+            nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY, bias=False)
+        )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*blocks, model):
         fully_shard(module, mp_policy=policy)
@@ -73,38 +80,64 @@ def _step_of(ranks: Ranks, *, width: int, quantized: bool) -> Any:
     return step
 
 
+def _meet(device: str) -> None:
+    """Wait for the work of all ranks."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    torch.distributed.barrier()
+
+
 def _profiled(size: int, device: str, *, width: int, quantized: bool) -> dict[str, Any]:
-    """Return launches and host microseconds of one step, per group and rank."""
-    profiles: list[Any] = []
+    """Return launches, host microseconds and calls of hooks of one step, per group and rank."""
+    host: list[float] = []
+    is_warm, is_recorded, has_ended = (threading.Event() for _ in range(3))
 
     def program(ranks: Ranks) -> None:
         step = _step_of(ranks, width=width, quantized=quantized)
-        for _ in range(_WARM_UP):
+        for number in range(_WARM_UP + _TIMED):
+            _meet(device)
+            start = time.process_time()
             step()
-        torch.distributed.barrier()
-        # One rank records all threads, its own and those of autograd included.
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-        settings = _ExperimentalConfig(profile_all_threads=True)
-        recorder = profile(activities=activities, experimental_config=settings) if ranks.rank == 0 else None
-        if recorder is not None:
-            recorder.start()
+            torch.distributed.barrier()  # not yet for the device, because that spins
+            if ranks.rank == 0 and number >= _WARM_UP:
+                host.append(time.process_time() - start)
+        if ranks.rank == 0:
+            is_warm.set()
+            is_recorded.wait()
         torch.distributed.barrier()
         step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        torch.distributed.barrier()
-        if recorder is not None:
-            recorder.stop()
-            profiles.append(recorder)
+        _meet(device)
+        if ranks.rank == 0:
+            has_ended.set()
 
-    run_on_threads(program, size=size, device=device, timeout=timedelta(minutes=5))
-    averages = profiles[0].key_averages()
+    def run() -> None:
+        try:
+            run_on_threads(program, size=size, device=device, timeout=timedelta(minutes=5))
+        finally:
+            is_warm.set()
+            has_ended.set()
+
+    # The main thread records all threads, those of autograd included: Kineto starts in no other.
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    recorder = profile(
+        activities=activities,
+        experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        acc_events=True,
+    )
+    with ThreadPoolExecutor(1) as helper:
+        ended = helper.submit(run)
+        is_warm.wait()
+        with recorder:
+            is_recorded.set()
+            has_ended.wait()
+        ended.result()
+    averages = recorder.key_averages()
     launches = sum(each.count for each in averages if each.key.startswith(_LAUNCH))
-    # The outermost ranges, which contain those of the refresh and of the operators.
-    hooks = [each for each in averages if each.key.startswith(_HOOKS)]
+    on_cpu = torch.autograd.DeviceType.CPU
+    hooks = [each for each in averages if each.key.startswith(_HOOKS) and each.device_type == on_cpu]
     return {
         "launches": round(launches / size / GROUPS, 1) if device == "cuda" else None,
-        "hook_us": round(sum(each.cpu_time_total for each in hooks) / size / GROUPS) if hooks else None,
+        "host_us": round(statistics.median(host) * 1e6 / size / GROUPS),
         "calls": sum(each.count for each in hooks) / size / GROUPS,
     }
 

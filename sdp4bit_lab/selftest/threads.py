@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from sdp4bit.collectives.errors import ranks_in_words
@@ -292,26 +294,55 @@ def run_on_threads(program: Callable[[Ranks], T], *, size: int, device: str, tim
         finally:
             world.end(rank)
 
-    # Names of groups are those of a thread.
-    _c10d._set_thread_isolation_mode(True)
-    # Every rank that joins prefixes the traceback of errors with its number.
-    report = sys.excepthook
-    installed = threaded._install_threaded_pg()  # kept referenced, because torch holds it weakly
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    try:
+    with _groups_of_threads():
         for thread in threads:
             thread.start()
         for thread in threads:
             while thread.is_alive():
                 thread.join(_POLL)  # in short waits, so that Ctrl-C is seen
+    if errors:
+        raise errors[0]
+    return cast(list[T], results)
+
+
+@contextmanager
+def _groups_of_threads() -> Iterator[None]:
+    """Make torch keep process groups by thread instead of by process."""
+    # Every rank that joins prefixes the traceback of errors with its number.
+    report = sys.excepthook
+    # Names of groups are those of a thread.
+    _c10d._set_thread_isolation_mode(True)
+    installed = threaded._install_threaded_pg()  # kept referenced, because torch holds it weakly
+    if not hasattr(installed, "comms"):
+        installed.comms = []  # torch 2.11 reads it when a group is destroyed
+    try:
+        with _one_fake_mode():
+            yield
     finally:
         threaded._uninstall_threaded_pg()
         sys.excepthook = report
         _c10d._set_thread_isolation_mode(False)
         del installed
-    if errors:
-        raise errors[0]
-    return cast(list[T], results)
+
+
+@contextmanager
+def _one_fake_mode() -> Iterator[None]:
+    """Let DTensors infer shapes in one thread at a time, because torch's fake tensors are not thread-safe."""
+    propagator: Any = ShardingPropagator
+    lock = threading.RLock()
+    if hasattr(propagator, "_fake_mode_lock"):  # for tests like this one
+        with patch.object(propagator, "_fake_mode_lock", lock):
+            yield
+        return
+    infer = propagator._propagate_tensor_meta_non_cached  # before torch 2.12
+
+    def infer_alone(*args: Any) -> Any:
+        with lock:
+            return infer(*args)
+
+    with patch.object(propagator, "_propagate_tensor_meta_non_cached", infer_alone):
+        yield
 
 
 @contextmanager
