@@ -1,11 +1,12 @@
 """Launches and host time per parameter group of one training step, with ranks as threads of one process.
 
-    python -m benchmarks.gpu_profile profile.json --ranks 8 --width 4096
+    python -m benchmarks.gpu_profile profile.json --ranks 8 --width 256
 
-Two Llama-like blocks and a head of that width are trained with plain FSDP2, then with sdp4bit's default. Numbers
-are per group and rank, of the whole step. "launches" are CUDA launches, null on a CPU; copies between threads
-are among them. "host_us" is CPU time of all threads, median of several steps that are not profiled: on a CPU
-also that of the kernels. "calls" are calls of the library's hooks.
+Two Llama-like blocks and a head of that width are trained with plain FSDP2, then with sdp4bit's default.
+Numbers are per group and rank, of the whole step. "launches" are CUDA launches, null on a CPU; copies between
+threads are among them. "host_us" is CPU time of all threads in steps that are not profiled, the median. It
+contains the kernels on a CPU, and with a large width the waits for a device whose queue is full. "calls" are
+calls of the library's hooks.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def main() -> None:
     )
     parser.add_argument("json", type=Path, help="file to write")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
     found = {

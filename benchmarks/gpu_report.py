@@ -51,6 +51,12 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
     kernels = ["--backends", "triton", "--bits", "4,3.5,3", "--elements", f"{1 << 20},{1 << 24},{1 << 28}"]
     if not gpu:
         kernels = ["--backends", "numba", "--elements", "65536", "--threads", "1", "--budget", "0.1"]
+
+    def selftest(name: str, checks: str) -> list[str]:
+        layout = ["--ranks-as-threads", str(ranks), "--ranks-per-node", str(ranks // 2)]
+        file = ["--json", str(folder / f"{name}.json")]
+        return ["sdp4bit_lab", "selftest", "--only", checks, *layout, *file, *flags]
+
     runs = scratch / "runs"
     card = ["--preset", "125M"] if gpu else ["--num-layers", "1", "--hidden-size", "64"]
     every = [
@@ -61,34 +67,30 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
                 *("pytest", "-q", "-n", str(min(8, os.cpu_count() or 1))),
                 *(f"tests/kernels/{file}" for file in ("test_triton.py", "test_triton_device.py")),
             ],
-            seconds=180,
+            seconds=120,
         ),
         Part(
             name="kernels",
             about="times of the operators, beside the predictions",
             command=["benchmarks.kernels", *kernels, "--json", str(folder / "kernels.json")],
-            seconds=150,
+            seconds=90,
         ),
         Part(
             name="selftest",
-            about=f"exchanges, streams and training with {ranks} ranks as threads",
-            command=[
-                # Without the kernels, which the tests have compared.
-                *("sdp4bit_lab", "selftest", "--only", "facts,exchanges,streams,training"),
-                *("--ranks-as-threads", str(ranks), "--ranks-per-node", str(ranks // 2)),
-                *("--json", str(folder / "selftest.json"), *flags),
-                *([] if gpu else ["--steps", "2", "--delay-rounds", "1"]),
-            ],
-            seconds=180,
+            about=f"exchanges and training with {ranks} ranks as threads",
+            # Without the kernels, which the tests have compared.
+            command=[*selftest("selftest", "facts,exchanges,training"), *([] if gpu else ["--steps", "2"])],
+            seconds=150,
         ),
         Part(
             name="profile",
             about="launches and host time of a step per parameter group",
             command=[
                 *("benchmarks.gpu_profile", str(folder / "profile.json"), "--ranks", str(ranks)),
-                *("--width", "4096" if gpu else "256", "--device", device),
+                # Narrow, so that the host never waits for a full queue of the device.
+                *("--width", "256", "--device", device),
             ],
-            seconds=90,
+            seconds=60,
         ),
         Part(
             name="training",
@@ -98,8 +100,14 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
                 *("--simulated-ranks", str(ranks), "--ranks-per-node", str(ranks // 2), *card),
                 *("--train-iters", "50" if gpu else "2", "--out", str(runs)),
             ],
-            seconds=180,
+            seconds=120,
             result=runs / "summary.json",
+        ),
+        Part(
+            name="streams",
+            about="random delays on all streams change no bit",
+            command=[*selftest("streams", "streams"), *("--delay-rounds", "1")],
+            seconds=180,
         ),
     ]
     # On a CPU the program is only tried, perhaps on a busy one.

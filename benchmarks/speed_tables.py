@@ -153,7 +153,7 @@ def _kernels_of_device(runs: Sequence[dict[str, Any]]) -> str:
         cells = []
         for (name, bits), rows in sorted(by_name.items(), key=lambda item: (item[0][0], -item[0][1])):
             seconds = statistics.median(row["seconds"] for row in rows)
-            times = f"{1e3 * seconds:.2f}", f"{1e9 * seconds / elements:.3f}"
+            times = f"{1e3 * seconds:.3g}", f"{1e9 * seconds / elements:.2g}"
             shares = [100 * row["share_of_copy"] for row in rows]
             share = f"{statistics.median(shares):.0f} %"
             if len(rows) > 1:

@@ -333,6 +333,12 @@ def gpu_section(reports: dict[str, dict[str, str]]) -> str:
     return f"## Reports of machines with GPUs\n\n{table(['machine', *names], rows)}"
 
 
+def tuning_section(name: str, result: dict[str, Any]) -> str:
+    """Return the shares of a copy for several launch settings of the kernels."""
+    rows = [[row[0], *(f"{share} %" for share in row[1:])] for row in result["rows"]]
+    return f"## Launch settings, {name}\n\n{result['note']}.\n\n{table(result['columns'], rows)}"
+
+
 def section(result: dict[str, Any]) -> str:
     """Return a result that contains its tables, with their origin."""
     # Losses of single runs are raw data.
@@ -404,6 +410,12 @@ class Results:
         return {name: {part: each["result"] for part, each in of.items()} for name, of in found.items()}
 
     @cached_property
+    def tuning(self) -> dict[str, dict[str, Any]]:
+        """Launch settings that were varied on GPUs, by the names of the machines."""
+        paths = sorted((self.root / "results" / "gpu").glob("*/tuning.json"))
+        return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+    @cached_property
     def clusters(self) -> list[dict[str, Any]]:
         """Results of the emulated cluster, one per layout, smallest first."""
         return cluster_results(self.root / "results" / "cluster")
@@ -428,6 +440,7 @@ class Results:
             "docs/results/kernels.md": (
                 f"{NOTICE}# Times of all operators\n\n{kernels_page(self.kernels)}\n"
                 f"{predictions(self._read('gpu/predictions.json'))}\n{gpu_section(self.gpu_reports)}"
+                + "".join(f"\n{tuning_section(*each)}" for each in self.tuning.items())
             ),
             "docs/results/planning.md": planning_page(self._read("planning.json")),
             "docs/results/studies.md": studies_page(self.root / "experiments"),

@@ -138,7 +138,8 @@ def no_shared_stores() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def few_programs() -> Iterator[None]:
     """Few programs with several tiles each."""
-    with patch.object(cuda, "_resident_warps", (lambda _: 3) if IS_INTERPRETED else cuda._resident_warps):
+    resident = (lambda _: 3) if IS_INTERPRETED else cuda._resident_warps
+    with patch.multiple(cuda, _resident_warps=resident, _WAVES=1):
         yield
 
 

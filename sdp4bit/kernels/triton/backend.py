@@ -1,7 +1,8 @@
-"""The operators as Triton kernels for NVIDIA and AMD GPUs. Not run on a GPU.
+"""The operators as Triton kernels for NVIDIA and AMD GPUs.
 
-Triton's interpreter produces the bytes of :mod:`sdp4bit.quantization.reference`, and every kernel compiles
-for sm_80 to sm_120, gfx942 and gfx950. Speed is not measured, so tile sizes and warp counts are not tuned.
+An H200 and Triton's interpreter produce the bytes of :mod:`sdp4bit.quantization.reference`, and every kernel
+compiles for sm_80 to sm_120, gfx942 and gfx950. Programs per multiprocessor, warps and registers were varied
+on the H200; on other GPUs the speed is not measured.
 
 Each function is a single kernel launch without allocation or synchronization, so a step can be captured in a
 CUDA graph after one call that compiles. Each input is read once and each output is written once; docstrings
@@ -46,15 +47,21 @@ _MAX_SLOTS = 256
 _RAW_GROUP = 4
 """Group size, in blocks, for tiles of unquantized messages."""
 _MAX_UNROLLED = 8
-"""Maximum number of messages for which a sum is unrolled; not measured."""
+"""Maximum number of messages for which a sum is unrolled; not varied."""
 _MAX_PAIRED = 4
 """Maximum number of messages that threads sum for a pair of slots, limited by registers."""
 _REGISTERS, _MORE_REGISTERS, _MOST_REGISTERS = 80, 96, 128
 """Maximum registers of a thread; more for transforms and checksums, most for final sums, and for sums and odd
 rows of pairs of slots. They leave six, five or four warps per scheduler, enough for threads of 16 to 64
-values; not measured."""
+values. On an H200 32 registers more or fewer were slower or equal."""
+_WAVES = 8
+"""Programs relative to those that run at once. Programs of a single wave load, calculate and end together.
+
+An H200 then took up to 31 % longer than with eight waves. With a program per tile it took up to 8 % longer,
+because each prepares its row again (`results/gpu/h200/tuning.json`).
+"""
 _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
-"""Words of a piece per program, 64 bytes per thread; not measured."""
+"""Words of a piece per program, 64 bytes per thread; not varied."""
 _VALUE_UNIT = 16
 """Rows whose length and strides are multiples of this are read and written in 16-byte vectors."""
 
@@ -82,9 +89,9 @@ def _resident_warps(registers: int) -> int:
 
 
 def _programs(tiles: int, rows: int, num_warps: int, registers: int, device: torch.device) -> int:
-    """Return the number of programs for the tiles of a row, which fill the device with equal work."""
+    """Return the number of programs for the tiles of a row, which share them equally."""
     resident = _multiprocessors(device) * max(1, _resident_warps(registers) // num_warps)
-    return -(-tiles // max(1, tiles * rows // resident))
+    return -(-tiles // max(1, tiles * rows // (_WAVES * resident)))
 
 
 def _launch(

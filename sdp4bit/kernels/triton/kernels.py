@@ -1,4 +1,4 @@
-"""The Triton kernels behind the back end, one per kind of operator. Not run on a GPU.
+"""The Triton kernels behind the back end, one per kind of operator.
 
 Programs are persistent. The grid is [programs, parts, destinations], and each of the n programs of a row
 processes every n-th tile. Arithmetic that depends only on the row runs once per program. No program reads

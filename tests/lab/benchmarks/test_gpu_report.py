@@ -58,7 +58,7 @@ def test_a_part_writes_beside_the_report(tmp_path: Path) -> None:
     # Two blocks are gathered twice and the root once; each is reduced once.
     assert profile["sdp4bit"]["calls"] == pytest.approx((2 + 2 + 1 + 3) / 3)
     assert profile["plain"]["calls"] == 0
-    assert profile["sdp4bit"]["hook_us"] > 0
+    assert profile["sdp4bit"]["host_us"] > 0
     assert profile["sdp4bit"]["launches"] is None
 
 
