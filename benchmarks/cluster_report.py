@@ -56,7 +56,11 @@ def summarize(
     rows = [_row(group) for group in groups.values()]
     names = {name for _, name in groups}
     # With several ranks per node a flat exchange is not a fair reference: the hierarchy alone gains much.
-    references = [name for name in ("hierarchical", "fair", "fair-bf16", "ddp", "fsdp2") if name in names]
+    references = [
+        name
+        for name in ("hierarchical", "fair", "fair-bf16", "ddp", "ddp-bf16", "hsdp-bf16", "fsdp2")
+        if name in names
+    ]
     targets = [name for name in names if name.startswith(FASTEST)]
     ratios = [
         _ratio(groups[rate, reference], groups[rate, target])

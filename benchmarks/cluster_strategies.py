@@ -282,8 +282,12 @@ def _ddp(hook: str | None) -> Callable[[Workload, Cluster], TrainingStep]:
     return build
 
 
-def _hsdp(workload: Workload, cluster: Cluster) -> TrainingStep:
-    return TrainingStep(shard(build_model(workload), replicated_over=cluster), workload=workload)
+def _hsdp(reduce_dtype: torch.dtype) -> Callable[[Workload, Cluster], TrainingStep]:
+    def build(workload: Workload, cluster: Cluster) -> TrainingStep:
+        model = shard(build_model(workload), reduce_dtype=reduce_dtype, replicated_over=cluster)
+        return TrainingStep(model, workload=workload)
+
+    return build
 
 
 def _hsdp_quantized(workload: Workload, cluster: Cluster) -> TrainingStep:
@@ -304,7 +308,7 @@ _FULL = SDP4BitConfig(weights=FULL_WEIGHTS, gradients=FULL_GRADIENTS)
 _PRESETS: tuple[strategies.Strategy, ...] = (
     *("qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit", "sdp4bit-w3g3.5", "sdp4bit-w2g3", "sdp4bit-w2g2"),
 )
-_OF_SEVERAL_RANKS_PER_NODE = ("hierarchical", "hsdp", "hsdp-sdp4bit")
+_OF_SEVERAL_RANKS_PER_NODE = ("hierarchical", "hsdp", "hsdp-bf16", "hsdp-sdp4bit")
 
 STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "compute": _compute,
@@ -314,7 +318,8 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "hierarchical": _quantized(_FULL),
     "ddp": _ddp(None),
     **{f"ddp-{hook}": _ddp(hook) for hook in ("bf16", "powersgd", "sdp4bit")},
-    "hsdp": _hsdp,
+    "hsdp": _hsdp(torch.float32),
+    "hsdp-bf16": _hsdp(torch.bfloat16),
     "hsdp-sdp4bit": _hsdp_quantized,
     **{name: _quantized(_preset(name)) for name in _PRESETS},
     "sdp4bit-4chunks": _quantized(_preset("sdp4bit", chunks=4)),

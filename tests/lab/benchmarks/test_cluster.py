@@ -31,7 +31,7 @@ needs_namespaces = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 TINY = Workload(layers=2, hidden=64, heads=2, vocabulary=512, sequence_length=32, warmup_steps=1)
 ONE_PER_NODE, TWO_PER_NODE = (Cluster(nodes=2, ranks_per_node=ranks) for ranks in (1, 2))
-LEVELS = ("hierarchical", "hsdp", "hsdp-sdp4bit")
+LEVELS = ("hierarchical", "hsdp", "hsdp-bf16", "hsdp-sdp4bit")
 STEPS = 6
 
 OWNER = """
