@@ -10,8 +10,9 @@ LinkName = Literal["pcie3", "pcie4", "pcie5", "nvlink"]
 Operator = Literal["quantize to 8 bits", "quantize to 4 bits", "reduce and requantize", "reduce", "weights"]
 """Fused operators; "weights" are the two that send and add a difference."""
 
-MEMORY_SHARE = 0.9
-"""Assumed fraction of the memory bandwidth that a copy reaches."""
+MEMORY_SHARE = 0.7
+"""Fraction of the memory bandwidth that the operators reach if arithmetic does not limit them: 0.81 of a copy
+for gradients (0.94 or more for weights), which reaches 0.86. Measured on an H200, assumed for others."""
 LINK_SHARE = 2 / 3
 """Assumed fraction of the rate of NVLink, or of a PCIe slot with its own path, that all-to-alls reach."""
 PCIE_BANDWIDTH: dict[LinkName, float] = {"pcie3": 15.75e9, "pcie4": 31.5e9, "pcie5": 63e9}
