@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.markdown import NOTICE, origin, percent, save_figure, table
 from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table, span
+from benchmarks.size_tables import draw_sizes, size_table
 from benchmarks.speed_tables import (
     RATES,
     SHOWN,
@@ -44,7 +45,7 @@ FEWEST_DRAWN = 5
 """Strategies in the figure of losses, not counting the baseline."""
 FULL = {"gradient": 4.0, "weight": 2.0}
 """Bytes of a gradient in fp32 and of a weight in bf16."""
-STUDIES = ("finetuning", "two_roundings", "vnmse")
+STUDIES = ("finetuning", "size_law", "two_roundings", "vnmse")
 """Folders of experiments/ with results of the current library."""
 
 
@@ -372,6 +373,9 @@ class Results:
         content: dict[str, Any] = json.loads((self.root / "results" / name).read_text(encoding="utf-8"))
         return content
 
+    def _study(self, name: str) -> dict[str, Any]:
+        return self._read(f"../experiments/{name}/result.json")
+
     @cached_property
     def accuracy(self) -> list[dict[str, Any]]:
         """Accuracy results, latest recipe first."""
@@ -484,11 +488,13 @@ class Results:
         if name == "launches":
             result = self._read("launches.json")
             return f"{sum(result['launches'].values()) / result['groups']:.0f}"
+        if name in ("sizes", "predicted-sizes"):
+            return size_table(self._study("size_law"), predicted=name != "sizes")
         if name == "summary":
             return self._summary()
         raise ValueError(
             f"<!-- result {name} --> names no result: use summary, stock, lora, launches, "
-            "memory, peaks, ratios, extra-MODEL, link-NAME, box-NAME, loss-STRATEGY, loss-first, "
+            "memory, peaks, ratios, sizes, predicted-sizes, extra-MODEL, link-NAME, box-NAME, loss-STRATEGY, loss-first, "
             "nodes-COUNT, gain-GBIT or hsdp-GBIT"
         )
 
@@ -520,8 +526,7 @@ class Results:
 
     def _cell(self, study: str, number: int, start: Sequence[str], *, column: int) -> str:
         """Return a cell of a study's table, from the row that starts with these cells."""
-        path = self.root / "experiments" / study / "result.json"
-        rows: list[list[str]] = json.loads(path.read_text(encoding="utf-8"))["tables"][number]["rows"]
+        rows: list[list[str]] = self._study(study)["tables"][number]["rows"]
         return next(cells[column] for cells in rows if cells[: len(start)] == start)
 
     def _summary(self) -> str:
@@ -561,6 +566,7 @@ class Results:
         return {
             images / "loss-over-bytes.png": (draw_losses, self.widest),
             images / "loss-over-nodes.png": (draw_nodes, self.nodes),
+            images / "loss-over-size.png": (draw_sizes, self._study("size_law")),
             images / "step-time.png": (draw_step_times, self.clusters[0]),
         }
 

@@ -1,4 +1,4 @@
-"""Fit the cost in loss against the number of parameters, and write result.json and loss.png.
+"""Fit the cost in loss against the number of parameters, and write analysis.json.
 
     python -m experiments.size_law.analyze RUNS ERRORS experiments/size_law
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from scipy import stats
 
 from experiments.size_law.run import COARSE, LENGTH, NODES, SIZES
@@ -34,16 +33,15 @@ def read(folder: Path) -> dict[tuple[str, str], dict[int, Any]]:
     return runs
 
 
-def squared_error(folder: Path, size: str, strategy: str) -> float:
-    """Return the mean squared relative error of a node's gradient, over the measured steps of a run."""
+def squared_error(folder: Path, size: str, strategy: str) -> float | None:
+    """Return the mean squared relative error of a node's gradient in the measured steps, without the first if there are others."""
     for path in (folder / size).glob("*/metrics.jsonl"):
-        if (path.parent / "config.json").exists():
-            coarse = "inter=2" in path.parent.name
-            if coarse == (strategy == COARSE):
-                lines = [json.loads(line) for line in path.read_text().splitlines()]
-                errors = [line["gradient_error"] for line in lines if line.get("gradient_error")]
-                return statistics.mean(error**2 for error in errors[1:])
-    raise FileNotFoundError(f"no metrics of {size}, {strategy}")
+        if ("inter=2" in path.parent.name) == (strategy == COARSE):
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            errors = [line["gradient_error"] for line in lines if line.get("gradient_error")]
+            seen = [error for error, before in zip(errors, [None, *errors]) if error != before]
+            return statistics.mean(error**2 for error in seen[1:] or seen)
+    return None
 
 
 def gaps(runs: dict[tuple[str, str], dict[int, Any]], strategy: str) -> dict[str, dict[int, float]]:
@@ -59,7 +57,9 @@ def gaps(runs: dict[tuple[str, str], dict[int, Any]], strategy: str) -> dict[str
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Return the mean and half of its 95 % interval."""
+    """Return the mean and half of its 95 % interval; 0 for fewer than three values, which give none."""
+    if len(values) < 3:
+        return statistics.mean(values), 0.0
     half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return statistics.mean(values), float(half)
 
@@ -89,46 +89,15 @@ class Line:
 
 
 def _signed(mean: float, half: float, digits: int = 2) -> str:
+    if not half:
+        return f"{mean:+.{digits}f} %"
     return f"{mean:+.{digits}f} % ({mean - half:+.{digits}f} to {mean + half:+.{digits}f})"
 
 
-def draw(
-    found: dict[str, dict[str, dict[int, float]]], lines: dict[str, Line], ratio: float, path: Path
-) -> None:
-    """Draw both strategies, the fit of the coarse one, and what it predicts for 4 bits."""
-    figure = Figure(figsize=(6.5, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for strategy, color in ((COARSE, "tab:orange"), ("sdp4bit", "tab:blue")):
-        sizes = [SIZES[size].parameters for size in SIZES]
-        middles = [interval(list(found[strategy][size].values())) for size in SIZES]
-        axes.errorbar(
-            sizes,
-            [m for m, _ in middles],
-            yerr=[h for _, h in middles],
-            fmt="o",
-            capsize=2,
-            color=color,
-            markersize=4,
-            label=f"{NAMES[strategy]} between nodes",
-        )
-    x = np.logspace(5.4, 9.1, 80)
-    for scale, color, label in (
-        (1, "tab:orange", "fit"),
-        (ratio, "tab:blue", "the fit times the ratio of squared errors"),
-    ):
-        middle = np.array([lines[COARSE].at(value) for value in x]) * scale
-        axes.plot(x, middle[:, 0], color=color, linewidth=0.8, linestyle="--", label=label)
-        axes.fill_between(
-            x, middle[:, 0] - middle[:, 1], middle[:, 0] + middle[:, 1], color=color, alpha=0.12, linewidth=0
-        )
-    axes.axhline(0, color="black", linewidth=0.6)
-    axes.set_xscale("log")
-    axes.set_xlabel("parameters", fontsize=9)
-    axes.set_ylabel("% of the validation loss", fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+def curve(line: Line, scale: float) -> list[list[float]]:
+    """Return parameters, percent and half of the interval along a line."""
+    sizes = np.logspace(5.4, 9.1, 40)
+    return [[round(float(x)), *(round(scale * value, 5) for value in line.at(x))] for x in sizes]
 
 
 def main() -> None:
@@ -142,7 +111,7 @@ def main() -> None:
         plain = runs[name, "baseline"]
         tokens = size.sequences * NODES * LENGTH
         steps = plain[1]["validation"][-1][0]
-        fine, coarse = (squared_error(errors, name, each) if name != "20M" else None for each in NAMES)
+        fine, coarse = (squared_error(errors, name, each) for each in NAMES)
         if fine and coarse:
             shares.append(fine / coarse)
         cells = [
@@ -155,7 +124,7 @@ def main() -> None:
             values = list(found[strategy][name].values())
             cells += [f"{_signed(*interval(values))}, n {len(values)}", f"{error:.4f}" if error else ""]
         rows.append(cells)
-    ratio = statistics.mean(shares)
+    ratio = statistics.mean(shares[-2:])  # of the largest sizes, because it falls with the size
     all_fine = [gap for by_seed in found["sdp4bit"].values() for gap in by_seed.values()]
     predicted = []
     for name, count in TARGETS.items():
@@ -202,9 +171,17 @@ def main() -> None:
             },
         ],
     }
+    result["points"] = {
+        NAMES[each]: [[SIZES[size].parameters, *interval(list(found[each][size].values()))] for size in SIZES]
+        for each in NAMES
+    }
+    result["fit"] = {
+        NAMES[COARSE]: curve(lines[COARSE], 1.0),
+        NAMES["sdp4bit"]: curve(lines[COARSE], ratio),
+    }
+    result["fit_labels"] = {NAMES[COARSE]: "line", NAMES["sdp4bit"]: "line times the ratio of squared errors"}
     (out / "analysis.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(found, lines, ratio, out / "loss.png")
-    sys.stdout.write(json.dumps(result, indent=1)[:4000])
+    sys.stdout.write(json.dumps(result, indent=1)[:5000])
 
 
 if __name__ == "__main__":
