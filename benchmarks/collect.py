@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cluster_report, planning
-from benchmarks.tables import FULL, RESULTS, encoded_bytes
+from benchmarks.loss_tables import FULL
+from benchmarks.tables import RESULTS, encoded_bytes
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.finished_run import finite

@@ -29,7 +29,9 @@ def span(gains: Sequence[float]) -> str:
 
 def planning_page(result: dict[str, Any]) -> str:
     """Return the page of the planner's tables, without memory and ratios."""
+    large = result["large_batch"]
     sections = [_gains(result, name) for name in GAINS]
+    sections.append(_gains(large, "over_hsdp", more=f", with {large['tokens']:,} tokens per GPU and step"))
     sections += [_links(result["links"]), _decisions(result["decisions"]), _boxes(result["boxes"])]
     return (
         f"{NOTICE}# Predicted gains\n\n**All tables are calculated, not measured**: "
@@ -39,7 +41,7 @@ def planning_page(result: dict[str, Any]) -> str:
     )
 
 
-def _gains(result: dict[str, Any], name: str) -> str:
+def _gains(result: dict[str, Any], name: str, *, more: str = "") -> str:
     rates = list(dict.fromkeys(row["gbit"] for row in result["rows"]))
     cells: dict[tuple[str, int], list[str]] = {}
     for row in result["rows"]:
@@ -48,7 +50,7 @@ def _gains(result: dict[str, Any], name: str) -> str:
             text = "no HSDP fits" if row[name] is None else span(row[name])
         cells.setdefault((row["model"], row["nodes"]), []).append(text)
     rows = [[model, str(nodes), *texts] for (model, nodes), texts in cells.items()]
-    return f"## Over {GAINS[name]}\n\nTimes faster, by the link rate of a node in Gbit/s.\n\n" + table(
+    return f"## Over {GAINS[name]}{more}\n\nTimes faster, by the link rate of a node in Gbit/s.\n\n" + table(
         ["model", "nodes", *(f"{rate:g}" for rate in rates)], rows
     )
 

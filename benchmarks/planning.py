@@ -26,6 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 GPUS, TFLOPS, SEQUENCES = 8, 400.0, 4
 """GPUs per node, TFLOP/s of each, and sequences of 2,048 tokens per GPU and step."""
+LARGE_BATCH = 4 * SEQUENCES
+"""Sequences per GPU and step of the second table of gains: more computation hides more communication."""
 GAIN_MODELS, GAIN_NODES, GAIN_GBITS = ("1.3B", "6.7B", "70B"), (2, 4, 8), (1, 10, 25, 100, 400, 800)
 BOX_MODELS: tuple[CardName, ...] = ("1.3B", "2.7B", "6.7B")
 BOX_LINKS: dict[str, dict[str, Any]] = {
@@ -63,13 +65,17 @@ def plan_of(
     return config.plan(config.cluster.resolve(model=config.model_name))
 
 
-def gains() -> list[dict[str, Any]]:
-    """Return the gains over three baselines by model, nodes and link."""
+def gains(sequences: int = SEQUENCES) -> list[dict[str, Any]]:
+    """Return the gains over three baselines by model, nodes and link.
+
+    Args:
+        sequences: per GPU and step.
+    """
     rows = []
     for model in GAIN_MODELS:
         for nodes in GAIN_NODES:
             for gbit in GAIN_GBITS:
-                plan = plan_of(model, nodes=nodes, gbit=gbit)
+                plan = plan_of(model, nodes=nodes, gbit=gbit, sequences=sequences)
                 rows.append(
                     {
                         **{"model": model, "nodes": nodes, "gbit": gbit},
@@ -258,6 +264,7 @@ def everything() -> dict[str, Any]:
     return {
         "assumptions": assumptions,
         "rows": gains(),
+        "large_batch": {"tokens": 2048 * LARGE_BATCH, "rows": gains(LARGE_BATCH)},
         "boxes": {"tflops": BOX_TFLOPS, "rows": boxes()},
         "reported_box": REPORTED | reported_box(),
         "links": {"nodes": LINK_NODES, "efficiency": EFFICIENCY, "rows": links()},

@@ -137,9 +137,11 @@ def no_shared_stores() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def few_programs() -> Iterator[None]:
-    """Few programs with several tiles each."""
-    resident = (lambda _: 3) if IS_INTERPRETED else cuda._resident_warps
-    with patch.multiple(cuda, _resident_warps=resident, _WAVES=1):
+    """Few programs with several tiles each, in the interpreter."""
+    if not IS_INTERPRETED:  # a GPU compares the grid that users run
+        yield
+        return
+    with patch.multiple(cuda, _resident_warps=lambda _: 3, _WAVES=1):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cluster_report, collect, speed_tables, tables
+from benchmarks import cluster_report, collect, loss_tables, speed_tables, tables
 from benchmarks.cluster_report import Sample
 from benchmarks.cluster_strategies import Cluster
 from benchmarks.markdown import percent
@@ -71,7 +71,7 @@ def collected(folder: Path, *, spike: tuple[Any, ...] = ()) -> dict[str, Any]:
 
 
 def test_finished_runs_become_losses_with_intervals(tmp_path: Path) -> None:
-    (loss,) = tables.losses(collected(tmp_path))
+    (loss,) = loss_tables.losses(collected(tmp_path))
     assert (loss.strategy, loss.seeds, loss.verdict) == ("sdp4bit", 3, "not significantly different")
     assert loss.percent == pytest.approx(0.2)
     # Student's t of three values that are 0.1 apart: 4.303 * 0.1 / sqrt(3).
@@ -93,16 +93,16 @@ def test_losses_by_number_of_nodes(tmp_path: Path) -> None:
     assert collect.main(["nodes", *folders, *arguments]) == 0
     result = json.loads(out.read_text())
     assert [layout["nodes"] for layout in result["layouts"]] == [2, 8]
-    two, eight = (tables.losses(layout)[0].percent for layout in result["layouts"])
+    two, eight = (loss_tables.losses(layout)[0].percent for layout in result["layouts"])
     assert (two, eight) == pytest.approx((100 * 0.004 / 5, 100 * 0.016 / 5))
     error = result["squared_error_of_two_nodes"]
     assert 0.001 < error < 0.02
-    assert tables.predicted_percent(result, 2) == result["percent_per_squared_error"] * error
-    assert tables.predicted_percent(result, 8) == pytest.approx(
-        tables.predicted_percent(result, 2) * 2 * 7 / 8
+    assert loss_tables.predicted_percent(result, 2) == result["percent_per_squared_error"] * error
+    assert loss_tables.predicted_percent(result, 8) == pytest.approx(
+        loss_tables.predicted_percent(result, 2) * 2 * 7 / 8
     )
-    assert f"| 8 | `sdp4bit` | 3 | {percent(0.32)} |" in tables.nodes_section(result)
-    tables.draw_nodes(result, tmp_path / "nodes.png", digest="d")
+    assert f"| 8 | `sdp4bit` | 3 | {percent(0.32)} |" in loss_tables.nodes_section(result)
+    loss_tables.draw_nodes(result, tmp_path / "nodes.png", digest="d")
 
 
 def test_nodes_of_several_ranks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,17 +118,17 @@ def test_an_unstable_baseline_is_named(tmp_path: Path) -> None:
     """With four seeds, one of them unstable, the table has the mean of the others as well."""
     result = collected(tmp_path, spike=((1, 20.0, 1.0),))
     result["runs"] += [{**run, "seed": 4} for run in result["runs"] if run["seed"] == 3]
-    text = tables.loss_section(result)
+    text = loss_tables.loss_section(result)
     assert "unstable baseline" in text and "jumps with seed 1" in text
     assert f"{percent(0.225)} |" in text and f"{percent((0.2 + 0.3 + 0.3) / 3)} (" in text
 
 
 def test_a_run_with_several_evaluations_shows_the_difference_after_each(tmp_path: Path) -> None:
     result = collected(tmp_path)
-    assert tables.steps_table(result) == ""
+    assert loss_tables.steps_table(result) == ""
     for run in result["runs"]:
         run["validation"].insert(0, [1, 2 * run["validation"][0][1] - 5.0])  # twice the difference
-    rows = tables.steps_table(result).splitlines()
+    rows = loss_tables.steps_table(result).splitlines()
     starts = [f"| 1 | {percent(0.4)} (", f"| 2 | {percent(0.2)} ("]
     assert [row[: len(start)] for row, start in zip(rows[2:-1], starts, strict=True)] == starts
 
@@ -136,7 +136,7 @@ def test_a_run_with_several_evaluations_shows_the_difference_after_each(tmp_path
 def test_fewer_than_three_seeds_are_left_out(tmp_path: Path) -> None:
     result = collected(tmp_path)
     result["runs"] = [run for run in result["runs"] if run["seed"] < 3]
-    assert tables.losses(result) == []
+    assert loss_tables.losses(result) == []
 
 
 def test_bytes_of_a_value_are_those_of_the_message_format() -> None:
@@ -150,7 +150,7 @@ def test_bytes_of_a_value_are_those_of_the_message_format() -> None:
 def test_options_of_a_strategy_are_named_in_short() -> None:
     label = "sdp4bit:weight-quantization-bits=3:wq-group-size=128:gradient-rounding-inter=dither"
     values: dict[str, Any] = {"gradient_bytes": 1, "weight_bytes": 1, "seeds": 3, "percent": 0.0}
-    assert tables.Loss(strategy=label, interval=(0.0, 0.0), **values).name == "sdp4bit, w3/128, dither"
+    assert loss_tables.Loss(strategy=label, interval=(0.0, 0.0), **values).name == "sdp4bit, w3/128, dither"
 
 
 def cluster_runs(folder: Path, *, seconds: dict[str, float]) -> None:
