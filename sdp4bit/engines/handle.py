@@ -188,7 +188,7 @@ class CommHandle(ABC):
             "weight_error", "gradient_error": relative errors of quantizing these differences and the
             gradients.
             "nonfinite_groups": quantization groups of the gradients that reached this rank with a NaN or an
-            infinity, in all steps since the measured one before.
+            infinity, in all steps since the measured one before; None if no step was measured.
         """
         if self._last_stats is not None:
             return self._last_stats[0]

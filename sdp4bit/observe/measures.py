@@ -30,9 +30,9 @@ class Measures(TypedDict):
     """Relative error of quantizing a sample of the step's weight difference."""
     weight_drift: float | None
     """|main - replica| / |main| of a sample after the difference has been sent."""
-    nonfinite_groups: int
+    nonfinite_groups: int | None
     """Quantization groups of gradients that reached this rank with a NaN or an infinity, since the last
-    measured step."""
+    measured step; None if none was measured."""
 
 
 class Measurement(Measures):
@@ -279,7 +279,8 @@ def total_measures(squares: Tensor | None) -> Measures:
     if squares is None or not len(squares):
         return _named([None] * len(MEASURES))
     errors = [total_error(squares[:, column : column + 2]) for column in (0, 2, 4)]
-    return _named([*errors, squares[:, 6].nansum().item()])
+    counts = squares[:, 6][~squares[:, 6].isnan()]
+    return _named([*errors, counts.sum().item() if len(counts) else None])
 
 
 def mean_ratios(samples: Sequence[MeanSample | None]) -> tuple[float | None, float | None]:
@@ -310,5 +311,5 @@ def _named(row: Sequence[float | None]) -> Measures:
         "gradient_error": gradient_error,
         "weight_error": weight_error,
         "weight_drift": weight_drift,
-        "nonfinite_groups": round(nonfinite or 0),
+        "nonfinite_groups": None if nonfinite is None else round(nonfinite),
     }

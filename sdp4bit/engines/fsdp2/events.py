@@ -447,13 +447,21 @@ class FSDPModelState(ModelState):
         return flags
 
     def report_full_refresh(self, group: FSDPGroup) -> None:
-        """Count and log a refresh in full precision; warn once, on the first rank, if training repeats it."""
+        """Count and log a refresh in full precision; the first rank warns of NaN, and of repetitions."""
         reason = group.fresh.full_reason
         if not group.view.module.training:
             reason += ", in evaluation"
         group.count_full_refresh(reason)
         logger.info("sdp4bit: step %d, %s in full precision: %s", self.steps, group.view.name, reason)
-        if group.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW and group.layout.ranks[0] == dist.get_rank():
+        if group.layout.ranks[0] != dist.get_rank():
+            return
+        if group.fresh.holds_nonfinite:
+            self.warn_once(
+                f"sdp4bit: the weights hold NaN or infinity ({group.view.name} first, noticed after step "
+                f"{self.steps}) and are sent in full precision until they are finite. Look for the first "
+                "step whose loss or gradient norm is not finite, and load a checkpoint from before it"
+            )
+        elif group.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
             self.warn_once(
                 f"sdp4bit: weights ({group.view.name} first) were sent in full precision "
                 f"{FULL_REFRESHES_IN_A_ROW} times in a row, now because: {reason}. If "

@@ -309,6 +309,11 @@ class Freshness:
 
     # -- the refresh ------------------------------------------------------------------------------------
 
+    @property
+    def holds_nonfinite(self) -> bool:
+        """Whether NaN or infinity cause the refresh in full precision that is due, or caused the last one."""
+        return self.full_reason == _REASONS[Event.NONFINITE]
+
     def due(self) -> Due:
         """Return the refresh that the next gather needs; nothing changes until it has been `sent`."""
         refresh = next_refresh(self.state, Event.GATHER)

@@ -285,6 +285,25 @@ def test_a_replica_recovers_from_values_that_are_not_finite() -> None:
         assert losses == pytest.approx(plain, rel=0.003), (losses, plain)
 
 
+@on_ranks(2)
+def test_weights_that_become_nan_are_reported_within_two_steps() -> None:
+    """Once, by the first rank, with the step; not as edits by an optimizer."""
+    run = Run(build(), QUANTIZED, topology=1, lr=1e-3).train(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.backward()
+        for param in run.model.parameters():
+            param.grad.mul_(float("nan"))
+        run.step()
+        run.train(5)
+    texts = [str(each.message) for each in caught if "sdp4bit" in str(each.message)]
+    if dist.get_rank() == 0:
+        (text,) = texts
+        assert "the weights hold NaN or infinity" in text and "noticed after step 4)" in text, text
+    else:
+        assert not texts
+
+
 def loaded_on_one_rank(config: SDP4BitConfig | None, moment: str) -> list[float]:
     """After a step, or a forward; or only a layer, after an evaluation that left the root unsharded."""
     run = Run(build(), config, topology=1).train(1)
