@@ -212,19 +212,25 @@ def predicted_percent(result: dict[str, Any], count: int) -> float:
 
 def nodes_section(result: dict[str, Any]) -> str:
     """Return the table of losses by number of nodes, beside the prediction of the error law."""
-    rows = []
+    rows, outside = [], []
     for layout in result["layouts"]:
         for loss in losses(layout):
-            is_default = loss.strategy == "sdp4bit"
-            predicted = percent(predicted_percent(result, layout["nodes"])) if is_default else ""
+            predicted = ""
+            if loss.strategy == "sdp4bit":
+                value = predicted_percent(result, layout["nodes"])
+                predicted = percent(value)
+                if not loss.interval[0] <= value <= loss.interval[1]:
+                    outside.append(str(layout["nodes"]))
             found = percent(loss.percent), loss.interval_text(), predicted, loss.verdict
             rows.append([str(layout["nodes"]), f"`{loss.name}`", str(loss.seeds), *found])
     titles = ["nodes", "strategy", "seeds", "difference", "95 % interval", "predicted", "verdict"]
     unstable = sorted({seed for layout in result["layouts"] for seed in unstable_seeds(layout)})
-    note = ""
+    note = (
+        f"The prediction is outside of the interval with {', '.join(outside)} nodes.\n\n" if outside else ""
+    )
     if unstable:
         plural = "s" * (len(unstable) > 1)
-        note = f"The baseline's gradient norm jumps with seed{plural} {', '.join(map(str, unstable))}.\n\n"
+        note += f"The baseline's gradient norm jumps with seed{plural} {', '.join(map(str, unstable))}.\n\n"
     return (
         f"## {result['title']}\n\n![Loss against the number of nodes](../images/loss-over-nodes.png)\n\n"
         "One rank per node, the same sequences per step with any number of nodes. Prediction: "
