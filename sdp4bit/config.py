@@ -344,17 +344,25 @@ class SDP4BitConfig:
     def preset(cls, name: str) -> SDP4BitConfig:
         """Return the settings of a preset.
 
-        sdp4bit: 4-bit weight differences; gradients of 8 bits inside a node and 4 bits between nodes. It is
-        the default because the paper has evidence for 4 bits from 125M to 6.7B parameters. There is none at
-        that scale for fewer bits.
-        sdp4bit-w3g3.5: weight differences of 3 bits in groups of 128, and gradients of 11 levels, 3.5 bits,
-        between nodes: 0.84 bytes per parameter instead of 1.02.
-        sdp4bit-w2g3, sdp4bit-w2g2: weight differences of 2 bits, and gradients of 3 or 2 bits between nodes,
-        in smaller groups. They send 0.70 and 0.57 bytes per parameter instead of 1.02 at a higher loss
-        (docs/numerics.md).
-        sdp4bit-paper: the paper's SDP4Bit, which is qwd and tlq-hs. Its ablation quantizes rows as a unit.
-        baseline quantizes nothing, qw weights and qwd their differences, in 4 bits. ulq quantizes gradients
-        in 4 bits at both hops, and tlq in 8 bits inside a node; tlq-hs transforms them first.
+        The default is `sdp4bit`, because the paper has evidence for 4 bits from 125M to 6.7B parameters.
+        There is none at that scale for fewer bits. Bytes are per parameter.
+
+        * `sdp4bit`: 4-bit weight differences; gradients of 8 bits inside a node and 4 bits between nodes.
+          1.02 bytes.
+        * `sdp4bit-w3g3.5`: weight differences of 3 bits in groups of 128, gradients of 3.5 bits (11 levels)
+          between nodes. 0.84 bytes.
+        * `sdp4bit-w2g3`, `sdp4bit-w2g2`: weight differences of 2 bits, gradients of 3 or 2 bits between
+          nodes, in smaller groups. 0.70 and 0.57 bytes at a higher loss (docs/numerics.md).
+        * `sdp4bit-paper`: the paper's SDP4Bit, `qwd` and `tlq-hs` together.
+
+        The paper's ablation quantizes rows as a unit:
+
+        * `baseline`: nothing.
+        * `qw`: weights in 4 bits.
+        * `qwd`: differences of weights in 4 bits.
+        * `ulq`: gradients in 4 bits at both hops.
+        * `tlq`: gradients in 8 bits inside a node and 4 bits between nodes.
+        * `tlq-hs`: the same after a Hadamard transform.
 
         Raises:
             ValueError: the name is unknown.

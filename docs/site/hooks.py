@@ -12,8 +12,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 INCLUDE = re.compile(r"^<!-- include (\S+) -->$", re.MULTILINE)
 """A line of a page that represents a file of the repository."""
-URL = "REPOSITORY_URL"
-"""Placeholder of README.md for the address of the repository."""
 LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 PAGES = {
     "README.md": "index.md",
@@ -87,7 +85,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         return LINK.sub(link, text)
 
     def included(found: re.Match[str]) -> str:
-        text = (ROOT / found[1]).read_text(encoding="utf-8").replace(URL, url or URL)
+        text = (ROOT / found[1]).read_text(encoding="utf-8")
         text = re.sub(r"^(?=#+ )", "#", text, flags=re.MULTILINE) if is_a_part else text
         return moved(text, posixpath.dirname(found[1]))
 

@@ -33,8 +33,9 @@ LONGEST_NAME = 30
 """Characters of an option with its choices; longer choices move into the text."""
 HEAD = """# Command line
 
-`python docs/site/options.py` writes this page from the settings of the commands. `sdp4bit COMMAND
---help-all` prints the same texts.
+<!-- docs/site/options.py writes this page. -->
+
+`sdp4bit COMMAND --help-all` prints these texts.
 """
 
 
@@ -77,7 +78,7 @@ def _parts(command: Command, seen: dict[str, str]) -> Iterator[str]:
             continue
         seen[rows] = command.name
         title = f"**{section.replace('_', ' ').capitalize()}**\n\n" if section else ""
-        yield f"{title}| option | |\n|---|---|\n{rows}"
+        yield f"{title}| option | meaning |\n|---|---|\n{rows}"
     if repeated:
         yield f"Options described above: {', '.join(repeated)}."
 

@@ -146,9 +146,9 @@ class PretrainConfig:
     """Settings of one training run."""
 
     strategy: Strategy | None = None
-    """Communication strategy; baseline is plain FSDP2. The paper has evidence for 4 bits, as in sdp4bit, from
-    125M to 6.7B parameters; nobody has for fewer. Default: sdp4bit, unless --quantized-weights or
-    --quantized-gradients is given."""
+    """Communication strategy; baseline is plain FSDP2. The paper trained 125M to 6.7B parameters with 4 bits,
+    as sdp4bit has; fewer bits (w2, w3, g2, g3) are not tested at these sizes. Default: sdp4bit, unless
+    --quantized-weights or --quantized-gradients is given."""
     seed: int = 1234
     """Seed of initial weights, sample order, dropout and random rounding."""
     dry_run: bool = False
