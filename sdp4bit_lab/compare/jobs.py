@@ -40,7 +40,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        return self.config.logging.out
+        return self.config.logging.folder
 
 
 def train(job: Job, *, ranks: Ranks) -> str | None:

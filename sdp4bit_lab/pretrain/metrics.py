@@ -53,6 +53,14 @@ class StepMetrics:
     """Last measured relative quantization error; None without gradient quantization."""
 
 
+def compression_ratio(steps: Sequence[StepMetrics]) -> float:
+    """Return the bytes of plain FSDP2 in these steps over those sent, like the ratio of a step."""
+    level = "inter_bytes" if any(step.inter_bytes for step in steps) else "intra_bytes"
+    sent = [getattr(step, level) for step in steps]
+    plain = sum(step.compression_ratio * count for step, count in zip(steps, sent, strict=True))
+    return plain / sum(sent) if any(sent) else 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
     """One validation; its bytes include the weight refresh that the next step then needs not send."""
@@ -90,7 +98,7 @@ class MetricsWriter:
         self._spikes = SpikeDetector()
         self.failure: str | None = None
         """Description of the first failed write, after which nothing more is written."""
-        self._log = config.out / "metrics.jsonl"
+        self._log = config.folder / "metrics.jsonl"
         self._lines: TextIO | None = None
         if config.jsonl:
             earlier = _earlier_events(config, first_step=first_step, validation_due=validation_due)
@@ -169,9 +177,6 @@ class MetricsWriter:
             format_bytes(statistics.fmean(getattr(step, f"{level}_bytes") for step in steps))
             for level in ("intra", "inter")
         )
-        plain = sum(step.compression_ratio * step.inter_bytes for step in steps)
-        sent = sum(step.inter_bytes for step in steps)
-        ratio = plain / sent if sent else last.compression_ratio
         is_wide = self._console.is_terminal and self._console.width >= _WIDE
         parts = {
             f"step {last.step}/{self._steps}": True,
@@ -183,7 +188,7 @@ class MetricsWriter:
             f"{tokens / seconds:,.0f} tokens/s": is_wide,
             f"{operations / seconds:.3g} TFLOP/s per device": self._config.log_throughput,
             f"{intra} intra-node": is_wide,
-            f"{inter} inter-node ({ratio:.2f}x)": True,
+            f"{inter} inter-node ({compression_ratio(steps):.2f}x)": True,
         }
         return " | ".join(part for part, is_shown in parts.items() if is_shown)
 
@@ -203,7 +208,7 @@ class MetricsWriter:
     def _write_scalars(self, event: str, values: Mapping[str, object], *, step: int) -> None:
         if self._tensorboard is not None and not self.failure:
             for name, value in values.items():
-                if value is not None:
+                if isinstance(value, int | float):  # reasons of refreshes are text
                     add = partial(self._tensorboard.add_scalar, f"{event}/{name}", value, step)
                     self._attempt(add, path=_events_folder(self._config))
 
@@ -218,7 +223,7 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
 
 def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: bool) -> list[dict[str, Any]]:
     """Read the events of completed steps from metrics.jsonl; none for a new run."""
-    path = config.out / "metrics.jsonl"
+    path = config.folder / "metrics.jsonl"
     if not first_step or not path.is_file():
         return []
     events = []
@@ -245,7 +250,7 @@ def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> SummaryWri
 
 
 def _events_folder(config: LoggingConfig) -> Path:
-    return config.tensorboard_dir or config.out / "tensorboard"
+    return config.tensorboard_dir or config.folder / "tensorboard"
 
 
 def _report_error_of_thread(report: Callable[[Any], object], arguments: threading.ExceptHookArgs) -> None:

@@ -28,8 +28,9 @@ from sdp4bit_lab.pretrain.config.same_settings import check_same_settings
 from sdp4bit_lab.pretrain.config.training import Precision
 from sdp4bit_lab.pretrain.data.batches import Batches, prepare_dataset
 from sdp4bit_lab.pretrain.loop import TrainingLoop
-from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics
+from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics, compression_ratio
 from sdp4bit_lab.pretrain.model.gpt import GPT
+from sdp4bit_lab.pretrain.run_folder import with_folder
 from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
 from sdp4bit_lab.pretrain.step.parallelize import build_model, dtype_of, lay_out
 from sdp4bit_lab.pretrain.step.simulated_model import build_simulated_model
@@ -112,12 +113,15 @@ def pretrain(
         raise TrainingDivergedError(ranks.job_store.get("diverged").decode())
     check_same_settings(config)
     config.check_layout(ranks.world_size)
-    run = build_run(config, ranks=ranks, label=label or config.strategy_name)
+    start = choose_start(config.checkpoint, job=ranks.job)
+    if part is None:  # a comparison has checked its folders
+        config = with_folder(config, start=start, ranks=ranks)
+    run = build_run(config, ranks=ranks, label=label or config.strategy_name, start=start)
     writer = run_on_all_ranks(lambda: _open_writer(run, console=console, part=part))
     with keeping_handlers(), closing(writer):
         end_phases()
         if ranks.is_first:
-            first = [part] if part else []
+            first = [part or f"writes to {config.logging.folder}"]
             for line in (*first, describe_run(run), *run.loop.batches.notes, *_describe_start(run)):
                 writer.say(line)
         if ranks.is_first and config.reliability.alerts != "off":
@@ -142,9 +146,9 @@ class Run:
     result: TrainingResult
 
 
-def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
+def build_run(config: PretrainConfig, *, ranks: Ranks, label: str, start: Start | None = None) -> Run:
     """Build the parts of a run and load its checkpoint; SettingError on all ranks if no step is left."""
-    start = choose_start(config.checkpoint, job=ranks.job)
+    start = start or Start()
     dataset = prepare_dataset(config.resolved_data, ranks=ranks)
     layout = lay_out(config, ranks=ranks)
     is_simulated = config.parallel.simulated_ranks is not None
@@ -337,14 +341,17 @@ def _describe_result(run: Run) -> list[str]:
     losses += [f"validation loss {result.validation_loss:.4f}"] if result.validation else []
     losses += [] if result.test_loss is None else [f"test loss {result.test_loss:.4f}"]
     steps, sent = len(result.steps), sum(step.inter_bytes for step in result.steps)
-    ratio = statistics.median(step.compression_ratio for step in result.steps)
-    fewer = f" ({ratio:.2f}x fewer than plain FSDP2)" if result.strategy != "baseline" else ""
+    fewer = (
+        f" ({compression_ratio(result.steps):.2f}x fewer than plain FSDP2)"
+        if result.strategy != "baseline"
+        else ""
+    )
     why = ["why your ratio differs: docs/telemetry.md"] if fewer else []
     return [
         f"{steps} steps in {result.seconds:.1f} s, median {1000 * result.step_seconds:.1f} ms; "
         + ", ".join(losses),
-        f"inter-node: {format_bytes(result.inter_bytes_per_step)} per step{fewer}, "
-        f"{format_bytes(sent)} in total",
+        f"inter-node: {format_bytes(result.inter_bytes_per_step)} per step, "
+        f"{format_bytes(sent)} in total{fewer}",
         *why,
         f"intra-node: {format_bytes(result.intra_bytes_per_step)} per step",
     ]
@@ -357,7 +364,7 @@ def _describe_next(run: Run) -> list[str]:
         saved = "none (--save was not given)" if save is None else f"{save}, step {run.loop.progress.step}"
         lines.append(f"checkpoint: {saved}")
     if result.steps and logging.jsonl:
-        lines.append(f"next: sdp4bit report {logging.out}")
+        lines.append(f"next: sdp4bit report {logging.folder}")
     return lines
 
 
@@ -376,7 +383,9 @@ def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
             "python": platform.python_version(),
         },
     }
-    write_atomically(config.logging.out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
+    write_atomically(
+        config.logging.folder / "config.json", json.dumps(settings, indent=2, default=str) + "\n"
+    )
 
 
 def _open_writer(run: Run, *, console: Console | None, part: str | None) -> MetricsWriter:
