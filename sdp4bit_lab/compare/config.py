@@ -39,7 +39,7 @@ class CompareConfig:
     jobs: int = 1
     """Runs to train concurrently, each with one thread per rank."""
     log_interval: int = 10
-    """Steps between printed lines."""
+    """Steps between printed lines. A line also follows after 5 seconds."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

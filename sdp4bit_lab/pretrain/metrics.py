@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+_QUIET_SECONDS = 5.0
+"""Longest time without a line, if steps are shorter."""
 _WIDE = 140
 """Columns of a full line."""
 
@@ -110,6 +113,7 @@ class MetricsWriter:
             self._lines = self._log.open("a", encoding="utf-8")
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._since_line: list[StepMetrics] = []
+        self._last_line = time.monotonic()
 
     def close(self) -> None:
         if self._lines is not None:
@@ -125,14 +129,16 @@ class MetricsWriter:
             self.failure = self.failure or failed(path, error)
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Write a step to all outputs; at every log interval, print the means since the last line."""
+        """Write a step to all outputs; print the means since the last line at every log interval, and before
+        5 seconds without a line."""
         self._write("train", metrics)
         self._since_line.append(metrics)
         spike = self._spikes.observe(metrics.step, metrics.grad_norm)
         if spike is not None:
             message = f"{spike}: training is unstable, lower --lr or raise --lr-warmup-iters"
             self.log_alert(spike.step, None, message, value=spike.norm, threshold=SPIKE_RATIO * spike.median)
-        if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps):
+        is_due = metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps)
+        if is_due or time.monotonic() + metrics.step_seconds > self._last_line + _QUIET_SECONDS:
             self.say(self._line(metrics))
             self._since_line.clear()
 
@@ -165,6 +171,7 @@ class MetricsWriter:
 
     def say(self, message: str) -> None:
         """Print a line prefixed with the run's description."""
+        self._last_line = time.monotonic()
         self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, last: StepMetrics) -> str:

@@ -17,7 +17,7 @@ import sdp4bit
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.launch.signals import keeping_handlers
-from sdp4bit_lab.common.phases import end_phases, phase
+from sdp4bit_lab.common.phases import end_phases, lasting, phase
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, listen_on_rank, run_on_all_ranks
 from sdp4bit_lab.common.settings import RunError, SettingError, TrainingDivergedError
 from sdp4bit_lab.common.strategies import STRATEGIES
@@ -130,6 +130,7 @@ def pretrain(
         for line in (*_describe_end(run), *_describe_result(run), *([] if part else _describe_next(run))):
             writer.say(line)
     run.loop.model.communication.remove()
+    end_phases()
     return run.result
 
 
@@ -247,15 +248,19 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
         if evaluates and not result.stopped:
             _validate(run, writer)
         if is_last and loop.batches.has_test:
+            lasting("computing the loss on the test split")
             test = loop.validate(test=True)
             result.test_loss = test.loss
             writer.log_validation(test, event="test")
         checkpointer.poll()
         if saves:
+            lasting(f"saving the checkpoint of step {metrics.step}")
             left_out = evaluates and bool(result.stopped)
             checkpointer.save(progress=replace(loop.progress, validation_due=left_out))
         if result.stopped:
             break
+        lasting(f"training step {metrics.step + 1}")
+    lasting("closing the files of the run")
     checkpointer.close()
     writer.close()
     for failure in gather_over_ranks(writer.failure, what="outcome of the output"):
@@ -280,6 +285,7 @@ def _diverged(problem: str, *, step: int, ranks: Ranks) -> TrainingDivergedError
 
 
 def _validate(run: Run, writer: MetricsWriter) -> None:
+    lasting(f"validating after step {run.loop.progress.step}")
     validation = run.loop.validate()
     run.result.validation.append((validation.step, validation.loss))
     writer.log_validation(validation)

@@ -35,9 +35,12 @@ class ReportConfig:
 def write_report(config: ReportConfig) -> Path:
     """Write the page and return its path; runs may still be training."""
     from sdp4bit_lab.common.files import write_atomically
+    from sdp4bit_lab.common.phases import phase
     from sdp4bit_lab.report.page import render_page
     from sdp4bit_lab.report.runs import find_runs
 
-    page = render_page(find_runs(config.runs), now=datetime.now().astimezone())
+    runs = find_runs(config.runs)
+    phase(f"writing {config.file}")
+    page = render_page(runs, now=datetime.now().astimezone())
     write_atomically(config.file, page)
     return config.file

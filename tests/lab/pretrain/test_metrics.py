@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from sdp4bit_lab.pretrain import metrics
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
@@ -46,6 +50,27 @@ def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch
     described = {"group": "layers.0", "message": "the drift has doubled", "weight_drift": 0.5, "limit": None}
     assert alert == {"event": "alert", "step": 5, **described}
     assert scalars == [("communication/layers.0/inter_bytes", 5, 4), ("alert/layers.0/weight_drift", 0.5, 5)]
+
+
+def test_a_line_follows_before_five_seconds_of_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(metrics, "time", clock)
+    console = Console(file=io.StringIO())
+    config = LoggingConfig(out=tmp_path, tensorboard=False)
+    writer = metrics.MetricsWriter(config, description="x", steps=20, first_step=0, console=console)
+    for step in range(1, 12):
+        seconds = 2.0 * step
+        clock.monotonic = partial(float, seconds)
+        writer.log_step(replace(step_metrics(step), step_seconds=2.0))
+    writer.close()
+    lines = [line.split(" | ")[:2] for line in console.file.getvalue().splitlines()]
+    # After each of these, a step of 2 seconds ends at most 4 seconds later.
+    assert lines == [
+        [f"x: step {step}/20", f"loss {loss}"]
+        for step, loss in ((1, "1.0000"), (3, "2.5000"), (5, "4.5000"), (7, "6.5000"), (9, "8.5000"))
+    ] + [["x: step 10/20", "loss 10.0000"]]
 
 
 def test_the_ratio_of_several_steps_is_that_of_their_bytes() -> None:
