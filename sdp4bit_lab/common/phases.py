@@ -29,6 +29,11 @@ def start_phases(text: str, *, began: float | None = None) -> float:
     return _began
 
 
+def seconds_so_far() -> float:
+    """Return the time since the start of the command; 0 without `start_phases`."""
+    return 0.0 if _began is None else time.monotonic() - _began
+
+
 def phase(text: str) -> None:
     """Print that a phase begins, with the seconds since the start of the command, on the first rank."""
     global _phase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -83,8 +83,9 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
             write()
         stopped = number.name if (number := received()) else None
     else:
-        for job in remaining:
-            stopped = train(job, ranks=ranks)
+        for place, job in enumerate(remaining, start=1):
+            steps_after = (len(remaining) - place) * config.training.steps
+            stopped = train(replace(job, steps_after=steps_after), ranks=ranks)
             if stopped is not None:
                 break
             write()

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.failures import failed
-from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.files import time_left, write_atomically
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
 from sdp4bit_lab.pretrain.stability import SPIKE_RATIO, SpikeDetector
 
@@ -85,6 +85,7 @@ class MetricsWriter:
         steps: int,
         first_step: int,
         validation_due: bool = False,
+        steps_after: int | None = None,
         console: Console | None = None,
     ) -> None:
         """Open the outputs; a resumed run drops the events of steps after its start.
@@ -93,6 +94,7 @@ class MetricsWriter:
             first_step: number of completed steps.
             validation_due: whether the validation after them is still due, and an earlier record of it is
             dropped.
+            steps_after: steps of the runs that follow; given, lines end with the time left for all of them.
         """
         self._config = config
         self._steps = steps
@@ -113,6 +115,9 @@ class MetricsWriter:
             self._lines = self._log.open("a", encoding="utf-8")
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._since_line: list[StepMetrics] = []
+        self._steps_after = steps_after
+        self._first: tuple[int, float] | None = None
+        """First step and the time of its end."""
         self._last_line = time.monotonic()
 
     def close(self) -> None:
@@ -133,6 +138,7 @@ class MetricsWriter:
         5 seconds without a line."""
         self._write("train", metrics)
         self._since_line.append(metrics)
+        self._first = self._first or (metrics.step, time.monotonic())
         spike = self._spikes.observe(metrics.step, metrics.grad_norm)
         if spike is not None:
             message = f"{spike}: training is unstable, lower --lr or raise --lr-warmup-iters"
@@ -177,6 +183,7 @@ class MetricsWriter:
     def _line(self, last: StepMetrics) -> str:
         """Format the means of the steps since the last line, with more of them on 140 columns."""
         steps = self._since_line
+        left = self._time_left(last.step)
         seconds = statistics.fmean(step.step_seconds for step in steps)
         tokens = statistics.fmean(step.tokens_per_second * step.step_seconds for step in steps)
         operations = statistics.fmean(step.tflops_per_device * step.step_seconds for step in steps)
@@ -196,8 +203,17 @@ class MetricsWriter:
             f"{operations / seconds:.3g} TFLOP/s per device": self._config.log_throughput,
             f"{intra} intra-node": is_wide,
             f"{inter} inter-node ({compression_ratio(steps):.2f}x)": True,
+            left: bool(left),
         }
         return " | ".join(part for part, is_shown in parts.items() if is_shown)
+
+    def _time_left(self, step: int) -> str:
+        """Describe the time of the steps left, estimated from the steps after the first; "" if not wanted."""
+        first, began = self._first or (step, 0.0)
+        if self._steps_after is None or step == first:
+            return ""
+        seconds = (time.monotonic() - began) / (step - first)
+        return time_left(seconds * (self._steps - step + self._steps_after))
 
     def _write(self, event: str, metrics: StepMetrics | ValidationMetrics) -> None:
         values = _finite(asdict(metrics))

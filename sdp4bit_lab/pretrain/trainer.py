@@ -92,6 +92,7 @@ def pretrain(
     console: Console | None = None,
     label: str | None = None,
     part: str | None = None,
+    steps_after: int | None = None,
     keep_diverged: bool = False,
 ) -> TrainingResult:
     """Train and return the measurements; call on every rank.
@@ -100,6 +101,7 @@ def pretrain(
         label: name of the run in its result and output; default: its strategy.
         part: position among several runs, such as "run 1 of 6"; None for a single run, which also prints the
         next command.
+        steps_after: steps of the runs that follow; given, lines end with the time left for all of them.
         keep_diverged: whether to return the measurements if the loss diverges.
 
     Raises:
@@ -117,7 +119,7 @@ def pretrain(
     if part is None:  # a comparison has checked its folders
         config = with_folder(config, start=start, ranks=ranks)
     run = build_run(config, ranks=ranks, label=label or config.strategy_name, start=start)
-    writer = run_on_all_ranks(lambda: _open_writer(run, console=console, part=part))
+    writer = run_on_all_ranks(lambda: _open_writer(run, console=console, part=part, steps_after=steps_after))
     with keeping_handlers(), closing(writer):
         end_phases()
         if ranks.is_first:
@@ -394,7 +396,9 @@ def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
     )
 
 
-def _open_writer(run: Run, *, console: Console | None, part: str | None) -> MetricsWriter:
+def _open_writer(
+    run: Run, *, console: Console | None, part: str | None, steps_after: int | None
+) -> MetricsWriter:
     config, ranks, progress = run.config, run.loop.ranks, run.loop.progress
     logging = config.logging
     if not ranks.is_first:
@@ -406,6 +410,7 @@ def _open_writer(run: Run, *, console: Console | None, part: str | None) -> Metr
         logging,
         description=run.result.strategy + (f", seed {config.seed}" if part else ""),
         steps=config.training.steps,
+        steps_after=steps_after,
         first_step=progress.step,
         validation_due=progress.validation_due,
         console=console,

@@ -183,7 +183,11 @@ def _join(
     """
     asked_by: signal.Signals | None = None
     first_at: float | None = None
+    is_ending = False
     while running := [process for process in processes if process.exitcode is None]:
+        if not is_ending and len(running) < len(processes):
+            is_ending = True
+            lasting("waiting for the processes to exit")
         wait([process.sentinel for process in running], timeout=_POLL)
         if _failed(processes):
             return _report_failure(processes)

@@ -59,13 +59,18 @@ def test_a_line_follows_before_five_seconds_of_silence(
     monkeypatch.setattr(metrics, "time", clock)
     console = Console(file=io.StringIO())
     config = LoggingConfig(out=tmp_path, tensorboard=False)
-    writer = metrics.MetricsWriter(config, description="x", steps=20, first_step=0, console=console)
+    writer = metrics.MetricsWriter(
+        config, description="x", steps=20, first_step=0, steps_after=40, console=console
+    )
     for step in range(1, 12):
         seconds = 2.0 * step
         clock.monotonic = partial(float, seconds)
         writer.log_step(replace(step_metrics(step), step_seconds=2.0))
     writer.close()
-    lines = [line.split(" | ")[:2] for line in console.file.getvalue().splitlines()]
+    printed = console.file.getvalue().splitlines()
+    # 10 + 40 steps of 2 seconds.
+    assert printed[-1].endswith(" | about 2 minutes left") and " left" not in printed[0]
+    lines = [line.split(" | ")[:2] for line in printed]
     # After each of these, a step of 2 seconds ends at most 4 seconds later.
     assert lines == [
         [f"x: step {step}/20", f"loss {loss}"]
