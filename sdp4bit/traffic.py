@@ -65,6 +65,9 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
     @property
     def compression_ratio(self) -> float:
         """Plain bytes over sent bytes between nodes, or inside the node if there is only one."""

@@ -171,6 +171,12 @@ def _demo(config: DemoConfig) -> int:
     root, the nodes are joined by a shaped link; otherwise the times are calculated. It takes about 6
     minutes on two idle cores. If it is interrupted, the same command continues."""
     table, comparison = config.out / "links.txt", config.comparison()
+    fast, slow = config.minutes
+    print(
+        f"sdp4bit demo: times steps, then trains two runs of {config.steps} steps into {config.out}. "
+        f"This usually takes {fast} to {slow} minutes.",
+        flush=True,
+    )
     if not table.is_file() and (code := _time_links(config, comparison.parallel)):
         return code
     print(table.read_text(encoding="utf-8"), flush=True)

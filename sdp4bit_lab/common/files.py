@@ -35,6 +35,16 @@ class Progress:
             self._say(text)
 
 
+def time_left(seconds: float) -> str:
+    """Describe an estimate of the time left."""
+    if seconds < 45:
+        return "less than a minute left"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"about {minutes} minute{'s' * (minutes > 1)} left"
+    return f"about {round(seconds / 3600)} hours left"
+
+
 def note(text: str) -> None:
     """Print a line to standard error."""
     sys.stderr.write(f"sdp4bit: {text}\n")

@@ -187,7 +187,11 @@ def _wrong_value(message: str, option: Option, arguments: Sequence[str], typed: 
         return f"{flag} needs a value"
     if wrong := re.search(r"invalid choice:? '(.*?)'", message):
         # tyro lists the choices in arbitrary order.
-        return f"{flag} {wrong[1]}: use one of {option.value.strip('{}').replace(',', ', ')}"
+        about_auto = next(
+            (f" ({part.rstrip('.')})" for part in re.split(r"[.;] ", option.text) if part.startswith("auto")),
+            "",
+        )
+        return f"{flag} {wrong[1]}: use one of {option.value.strip('{}').replace(',', ', ')}{about_auto}"
     if expected and re.search("Error parsing|invalid (int|float) value", message):
         return f"{flag} {value}: {expected} is expected"
     return message

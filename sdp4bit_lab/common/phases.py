@@ -1,4 +1,4 @@
-"""Print the phases of a program until its first step, at least every 5 seconds."""
+"""Print the phases of a program, at least every 5 seconds."""
 
 from __future__ import annotations
 
@@ -29,12 +29,24 @@ def start_phases(text: str, *, began: float | None = None) -> float:
     return _began
 
 
+def seconds_so_far() -> float:
+    """Return the time since the start of the command; 0 without `start_phases`."""
+    return 0.0 if _began is None else time.monotonic() - _began
+
+
 def phase(text: str) -> None:
     """Print that a phase begins, with the seconds since the start of the command, on the first rank."""
     global _phase
     if os.environ.get("RANK", "0") == "0":
         _print(text)
         _phase = None if _began is None else (text, time.monotonic())
+
+
+def lasting(text: str) -> None:
+    """Begin a phase that is printed only if it lasts 5 seconds, after `start_phases`."""
+    global _phase
+    if _began is not None and os.environ.get("RANK", "0") == "0":
+        _phase = text, time.monotonic()
 
 
 def end_phases() -> None:

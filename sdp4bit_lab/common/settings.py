@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
 # The self-test runs without tyro; only the attributes of these marks are read then.
@@ -36,6 +37,16 @@ def require(condition: bool, message: str) -> None:
     """Raise SettingError unless the condition holds."""
     if not condition:
         raise SettingError(message)
+
+
+def require_folder(path: Path, *, flag: str = "", remedy: str = "") -> None:
+    """Raise SettingError unless the path is a folder.
+
+    Args:
+        flag: option that gave the path.
+        remedy: sentence that follows.
+    """
+    require(path.is_dir(), f"{flag} {path}: no such folder".lstrip() + f". {remedy}" * bool(remedy))
 
 
 def require_at_least(minimum: float, settings: object, *names: str) -> None:

@@ -16,6 +16,8 @@ from sdp4bit_lab.pretrain.data.config import CacheFolder, DataConfig
 
 DEFAULT_BASELINE = "baseline"
 DEFAULT_OUT = Path("runs/compare")
+_STEP_SECONDS = 0.3, 1.0
+"""A step of the demo on a fast and a slow machine."""
 DEMO_PROCESSES = 4
 DEMO_RANKS_PER_NODE = 2
 
@@ -39,7 +41,7 @@ class CompareConfig:
     jobs: int = 1
     """Runs to train concurrently, each with one thread per rank."""
     log_interval: int = 10
-    """Steps between printed lines."""
+    """Steps between printed lines. A line also follows after 5 seconds."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -137,6 +139,12 @@ class DemoConfig:
     def __post_init__(self) -> None:
         self.comparison()
 
+    @property
+    def minutes(self) -> tuple[int, int]:
+        """Usual duration: fast and slow machine."""
+        fast, slow = (round(2 * self.steps * seconds / 60) for seconds in _STEP_SECONDS)
+        return 1 + fast, 2 + slow
+
     def comparison(self) -> CompareConfig:
         """Return the settings of both runs: the tiny model on the standard library's sources."""
         return CompareConfig(
@@ -161,6 +169,8 @@ class LinkTimesConfig:
     run: PretrainConfig
     out: Path
     """File for the table."""
+    steps: int
+    """Steps of each run that follows."""
     why_calculated: str
     """Why the times are calculated; "" measures them on a shaped link."""
 
@@ -170,4 +180,4 @@ class LinkTimesConfig:
         run = next(run for variant, run in demo.comparison().runs() if variant.strategy == "sdp4bit")
         # Enough steps to draw from; the run is dropped afterwards.
         run = replace(run, training=replace(run.training, steps=10_000))
-        return cls(run=run, out=demo.out / "links.txt", why_calculated=why_calculated)
+        return cls(run=run, out=demo.out / "links.txt", steps=demo.steps, why_calculated=why_calculated)

@@ -37,17 +37,25 @@ class Job:
     """Its position among all runs, for the output."""
     planned: dict[str, Any]
     """Strategy, settings and quantization that its result must have."""
+    steps_after: int | None = None
+    """Steps of the runs that follow, for the time left; None if runs train concurrently."""
 
     @property
     def folder(self) -> Path:
-        return self.config.logging.out
+        return self.config.logging.folder
 
 
 def train(job: Job, *, ranks: Ranks) -> str | None:
     """Train a run and write its result, also if it diverges; return the reason if it stopped early."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     result = pretrain(
-        job.config, ranks=ranks, console=console, label=job.label, part=job.part, keep_diverged=True
+        job.config,
+        ranks=ranks,
+        console=console,
+        label=job.label,
+        part=job.part,
+        steps_after=job.steps_after,
+        keep_diverged=True,
     )
     if result.stopped is None:
         settings = {name: job.planned[name] for name in ("settings", "quantization")}

@@ -14,6 +14,9 @@ CONFIDENCE = 0.95
 FEWEST_PAIRS = 3
 """Seeds needed for significance: with two, the interval is 3.6 times as wide as with three."""
 
+_ZERO = 1e-9
+"""Smaller differences are rounding errors of their calculation."""
+
 Significance = Literal["not significantly different", "higher", "lower", "unstable baseline"]
 
 
@@ -58,9 +61,23 @@ class PairedDifference:
         return "higher" if low > 0 else "lower"
 
 
-def interval_text(interval: tuple[float, float] | None, form: str, unit: str = "") -> str:
+def signed(value: float, *, digits: int, beside: Sequence[float] | None = None) -> str:
+    """Format a value with a sign and this many decimals, or with more if all values would be 0.
+
+    Args:
+        beside: further values with the same decimals.
+    """
+    largest = max(map(abs, (value, *(beside or ()))))
+    if _ZERO < largest < 0.5 * 10**-digits:
+        digits = 1 - math.floor(math.log10(largest))
+    return f"{value:+.{digits}f}"
+
+
+def interval_text(interval: tuple[float, float] | None, *, digits: int, unit: str = "") -> str:
     """Format an interval; a dash for one seed."""
-    return "–" if interval is None else f"{interval[0]:{form}} to {interval[1]:{form}}{unit}"
+    if interval is None:
+        return "–"
+    return " to ".join(signed(end, digits=digits, beside=interval) for end in interval) + unit
 
 
 def paired_difference(

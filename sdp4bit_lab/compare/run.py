@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sdp4bit_lab.common.files import note
 from sdp4bit_lab.common.launch.signals import listen, received
+from sdp4bit_lab.common.phases import end_phases, phase
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, run_on_all_ranks
 from sdp4bit_lab.common.settings import EXIT_FAILED, SettingError, require
 from sdp4bit_lab.compare.config import CompareConfig
@@ -65,7 +66,7 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
 
     def write() -> None:
         current = report()
-        run_on_all_ranks(lambda: current.write(config.out) if ranks.is_first else None)
+        run_on_all_ranks(lambda: _write(current, config.out) if ranks.is_first else None)
 
     done = report().runs
     if done and ranks.is_first:
@@ -82,8 +83,9 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
             write()
         stopped = number.name if (number := received()) else None
     else:
-        for job in remaining:
-            stopped = train(job, ranks=ranks)
+        for place, job in enumerate(remaining, start=1):
+            steps_after = (len(remaining) - place) * config.training.steps
+            stopped = train(replace(job, steps_after=steps_after), ranks=ranks)
             if stopped is not None:
                 break
             write()
@@ -107,8 +109,14 @@ def merge_comparisons(config: CompareConfig) -> list[FinishedRun]:
     return runs
 
 
-def _conclude(report: Report, out: Path, console: Console) -> None:
+def _write(report: Report, out: Path) -> None:
+    phase("writing summary.json, table.md and curves.png")
     report.write(out)
+    end_phases()
+
+
+def _conclude(report: Report, out: Path, console: Console) -> None:
+    _write(report, out)
     # Already wrapped at 80 columns.
     console.print(f"{report.text()}\n\nWrote summary.json, table.md and curves.png to {out}")
     console.print(f"Next: sdp4bit report {out}")

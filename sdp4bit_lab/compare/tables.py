@@ -14,7 +14,7 @@ from sdp4bit_lab.common.files import aligned, wrapped, write_atomically
 from sdp4bit_lab.compare.config import DEFAULT_BASELINE
 from sdp4bit_lab.compare.finished_run import FinishedRun, finite
 from sdp4bit_lab.compare.outcomes import StrategyOutcome, outcomes
-from sdp4bit_lab.compare.paired import CONFIDENCE, FEWEST_PAIRS, interval_text
+from sdp4bit_lab.compare.paired import CONFIDENCE, FEWEST_PAIRS, interval_text, signed
 
 NONE = "–"
 INTERVAL = f"{100 * CONFIDENCE:.0f} % interval"
@@ -124,8 +124,15 @@ class Report:
                 percent = difference.percent_interval
                 differences.append(
                     (
-                        *(name, f"{difference.mean:+.4f}", interval_text(difference.interval, "+.4f")),
-                        *(f"{difference.mean_percent:+.2f} %", interval_text(percent, "+.2f", " %")),
+                        *(
+                            name,
+                            signed(difference.mean, digits=4, beside=difference.interval),
+                            interval_text(difference.interval, digits=4),
+                        ),
+                        *(
+                            f"{signed(difference.mean_percent, digits=2, beside=percent)} %",
+                            interval_text(percent, digits=2, unit=" %"),
+                        ),
                     )
                 )
             ratio = plain[0] / sent if plain and sent else 1.0

@@ -11,6 +11,7 @@ import torch
 
 from sdp4bit.collectives.errors import ExchangeError, is_communication_failure
 from sdp4bit.quantization.ops import compile_seconds
+from sdp4bit.traffic import Traffic
 from sdp4bit_lab.common.ranks import Ranks, sum_over_ranks
 from sdp4bit_lab.pretrain.checkpoint_files import Progress
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
@@ -59,6 +60,7 @@ class TrainingLoop:
             / self.ranks.world_size
         )
         self._sent_before = self._communication.stats()["total"]
+        self._traffic_before = self._traffic()
         self._reported_step: int | None = None
         self.stop_code = 0
         """Largest stop code of all ranks in the last step."""
@@ -90,9 +92,12 @@ class TrainingLoop:
         set_learning_rate(self.optimizer, learning_rate)
         batches = list(self.batches.training(self.progress.samples))
 
+        ratio = 1.0
+
         def numbers() -> list[float]:
+            nonlocal ratio
             # After backward, a step sends nothing but these numbers.
-            sent = self._newly_sent()
+            sent, ratio = self._newly_sent()
             compiled = compile_seconds() - compiled_before
             return [sent["intra_bytes"], sent["inter_bytes"], compiled, stop_code(self.progress.step + 1)]
 
@@ -118,7 +123,7 @@ class TrainingLoop:
             step_seconds=seconds,
             intra_bytes=round(intra_bytes),
             inter_bytes=round(inter_bytes),
-            compression_ratio=stats["compression_ratio"] or 1.0,  # None without parameters of this rank
+            compression_ratio=ratio,
             weight_drift=stats["weight_drift"],
             gradient_error=stats["gradient_error"],
         )
@@ -136,7 +141,7 @@ class TrainingLoop:
         batches = self.batches.test() if test else self.batches.validation()
         with _naming_the_time(f"{'test' if test else 'validation'} after step {self.progress.step}"):
             loss_sum, tokens = self._step_of_model.validate(batches)
-            sent = self._newly_sent()
+            sent, _ = self._newly_sent()
             total, count, intra_bytes, inter_bytes = sum_over_ranks(
                 [loss_sum, tokens, sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
             )
@@ -147,6 +152,14 @@ class TrainingLoop:
             inter_bytes=round(inter_bytes),
         )
 
-    def _newly_sent(self) -> dict[str, int]:
+    def _newly_sent(self) -> tuple[dict[str, int], float]:
+        """Return the bytes since the last call, and their ratio; unlike a step's in `stats()`, those of a
+        validation are not part of the next step."""
         before, self._sent_before = self._sent_before, self._communication.stats()["total"]
-        return {level: total - before[level] for level, total in self._sent_before.items()}
+        sent = {level: total - before[level] for level, total in self._sent_before.items()}
+        earlier, self._traffic_before = self._traffic_before, self._traffic()
+        return sent, (self._traffic_before - earlier).compression_ratio
+
+    def _traffic(self) -> Traffic:
+        groups = self._communication.groups
+        return sum((counter.total for group in groups for counter in group.counters), Traffic())

@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.failures import failed
-from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.files import time_left, write_atomically
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
 from sdp4bit_lab.pretrain.stability import SPIKE_RATIO, SpikeDetector
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+_QUIET_SECONDS = 5.0
+"""Longest time without a line, if steps are shorter."""
 _WIDE = 140
 """Columns of a full line."""
 
@@ -53,6 +56,14 @@ class StepMetrics:
     """Last measured relative quantization error; None without gradient quantization."""
 
 
+def compression_ratio(steps: Sequence[StepMetrics]) -> float:
+    """Return the bytes of plain FSDP2 in these steps over those sent, like the ratio of a step."""
+    level = "inter_bytes" if any(step.inter_bytes for step in steps) else "intra_bytes"
+    sent = [getattr(step, level) for step in steps]
+    plain = sum(step.compression_ratio * count for step, count in zip(steps, sent, strict=True))
+    return plain / sum(sent) if any(sent) else 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
     """One validation; its bytes include the weight refresh that the next step then needs not send."""
@@ -74,6 +85,7 @@ class MetricsWriter:
         steps: int,
         first_step: int,
         validation_due: bool = False,
+        steps_after: int | None = None,
         console: Console | None = None,
     ) -> None:
         """Open the outputs; a resumed run drops the events of steps after its start.
@@ -82,6 +94,7 @@ class MetricsWriter:
             first_step: number of completed steps.
             validation_due: whether the validation after them is still due, and an earlier record of it is
             dropped.
+            steps_after: steps of the runs that follow; given, lines end with the time left for all of them.
         """
         self._config = config
         self._steps = steps
@@ -90,7 +103,7 @@ class MetricsWriter:
         self._spikes = SpikeDetector()
         self.failure: str | None = None
         """Description of the first failed write, after which nothing more is written."""
-        self._log = config.out / "metrics.jsonl"
+        self._log = config.folder / "metrics.jsonl"
         self._lines: TextIO | None = None
         if config.jsonl:
             earlier = _earlier_events(config, first_step=first_step, validation_due=validation_due)
@@ -102,6 +115,10 @@ class MetricsWriter:
             self._lines = self._log.open("a", encoding="utf-8")
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._since_line: list[StepMetrics] = []
+        self._steps_after = steps_after
+        self._first: tuple[int, float] | None = None
+        """First step and the time of its end."""
+        self._last_line = time.monotonic()
 
     def close(self) -> None:
         if self._lines is not None:
@@ -117,14 +134,17 @@ class MetricsWriter:
             self.failure = self.failure or failed(path, error)
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Write a step to all outputs; at every log interval, print the means since the last line."""
+        """Write a step to all outputs; print the means since the last line at every log interval, and before
+        5 seconds without a line."""
         self._write("train", metrics)
         self._since_line.append(metrics)
+        self._first = self._first or (metrics.step, time.monotonic())
         spike = self._spikes.observe(metrics.step, metrics.grad_norm)
         if spike is not None:
             message = f"{spike}: training is unstable, lower --lr or raise --lr-warmup-iters"
             self.log_alert(spike.step, None, message, value=spike.norm, threshold=SPIKE_RATIO * spike.median)
-        if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps):
+        is_due = metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps)
+        if is_due or time.monotonic() + metrics.step_seconds > self._last_line + _QUIET_SECONDS:
             self.say(self._line(metrics))
             self._since_line.clear()
 
@@ -157,11 +177,13 @@ class MetricsWriter:
 
     def say(self, message: str) -> None:
         """Print a line prefixed with the run's description."""
+        self._last_line = time.monotonic()
         self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, last: StepMetrics) -> str:
         """Format the means of the steps since the last line, with more of them on 140 columns."""
         steps = self._since_line
+        left = self._time_left(last.step)
         seconds = statistics.fmean(step.step_seconds for step in steps)
         tokens = statistics.fmean(step.tokens_per_second * step.step_seconds for step in steps)
         operations = statistics.fmean(step.tflops_per_device * step.step_seconds for step in steps)
@@ -169,9 +191,6 @@ class MetricsWriter:
             format_bytes(statistics.fmean(getattr(step, f"{level}_bytes") for step in steps))
             for level in ("intra", "inter")
         )
-        plain = sum(step.compression_ratio * step.inter_bytes for step in steps)
-        sent = sum(step.inter_bytes for step in steps)
-        ratio = plain / sent if sent else last.compression_ratio
         is_wide = self._console.is_terminal and self._console.width >= _WIDE
         parts = {
             f"step {last.step}/{self._steps}": True,
@@ -183,9 +202,18 @@ class MetricsWriter:
             f"{tokens / seconds:,.0f} tokens/s": is_wide,
             f"{operations / seconds:.3g} TFLOP/s per device": self._config.log_throughput,
             f"{intra} intra-node": is_wide,
-            f"{inter} inter-node ({ratio:.2f}x)": True,
+            f"{inter} inter-node ({compression_ratio(steps):.2f}x)": True,
+            left: bool(left),
         }
         return " | ".join(part for part, is_shown in parts.items() if is_shown)
+
+    def _time_left(self, step: int) -> str:
+        """Describe the time of the steps left, estimated from the steps after the first; "" if not wanted."""
+        first, began = self._first or (step, 0.0)
+        if self._steps_after is None or step == first:
+            return ""
+        seconds = (time.monotonic() - began) / (step - first)
+        return time_left(seconds * (self._steps - step + self._steps_after))
 
     def _write(self, event: str, metrics: StepMetrics | ValidationMetrics) -> None:
         values = _finite(asdict(metrics))
@@ -203,7 +231,7 @@ class MetricsWriter:
     def _write_scalars(self, event: str, values: Mapping[str, object], *, step: int) -> None:
         if self._tensorboard is not None and not self.failure:
             for name, value in values.items():
-                if value is not None:
+                if isinstance(value, int | float):  # reasons of refreshes are text
                     add = partial(self._tensorboard.add_scalar, f"{event}/{name}", value, step)
                     self._attempt(add, path=_events_folder(self._config))
 
@@ -218,7 +246,7 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
 
 def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: bool) -> list[dict[str, Any]]:
     """Read the events of completed steps from metrics.jsonl; none for a new run."""
-    path = config.out / "metrics.jsonl"
+    path = config.folder / "metrics.jsonl"
     if not first_step or not path.is_file():
         return []
     events = []
@@ -245,7 +273,7 @@ def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> SummaryWri
 
 
 def _events_folder(config: LoggingConfig) -> Path:
-    return config.tensorboard_dir or config.out / "tensorboard"
+    return config.tensorboard_dir or config.folder / "tensorboard"
 
 
 def _report_error_of_thread(report: Callable[[Any], object], arguments: threading.ExceptHookArgs) -> None:

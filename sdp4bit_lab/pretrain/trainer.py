@@ -17,7 +17,7 @@ import sdp4bit
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.launch.signals import keeping_handlers
-from sdp4bit_lab.common.phases import end_phases, phase
+from sdp4bit_lab.common.phases import end_phases, lasting, phase
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, listen_on_rank, run_on_all_ranks
 from sdp4bit_lab.common.settings import RunError, SettingError, TrainingDivergedError
 from sdp4bit_lab.common.strategies import STRATEGIES
@@ -28,8 +28,9 @@ from sdp4bit_lab.pretrain.config.same_settings import check_same_settings
 from sdp4bit_lab.pretrain.config.training import Precision
 from sdp4bit_lab.pretrain.data.batches import Batches, prepare_dataset
 from sdp4bit_lab.pretrain.loop import TrainingLoop
-from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics
+from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics, compression_ratio
 from sdp4bit_lab.pretrain.model.gpt import GPT
+from sdp4bit_lab.pretrain.run_folder import with_folder
 from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
 from sdp4bit_lab.pretrain.step.parallelize import build_model, dtype_of, lay_out
 from sdp4bit_lab.pretrain.step.simulated_model import build_simulated_model
@@ -91,6 +92,7 @@ def pretrain(
     console: Console | None = None,
     label: str | None = None,
     part: str | None = None,
+    steps_after: int | None = None,
     keep_diverged: bool = False,
 ) -> TrainingResult:
     """Train and return the measurements; call on every rank.
@@ -99,6 +101,7 @@ def pretrain(
         label: name of the run in its result and output; default: its strategy.
         part: position among several runs, such as "run 1 of 6"; None for a single run, which also prints the
         next command.
+        steps_after: steps of the runs that follow; given, lines end with the time left for all of them.
         keep_diverged: whether to return the measurements if the loss diverges.
 
     Raises:
@@ -112,12 +115,15 @@ def pretrain(
         raise TrainingDivergedError(ranks.job_store.get("diverged").decode())
     check_same_settings(config)
     config.check_layout(ranks.world_size)
-    run = build_run(config, ranks=ranks, label=label or config.strategy_name)
-    writer = run_on_all_ranks(lambda: _open_writer(run, console=console, part=part))
+    start = choose_start(config.checkpoint, job=ranks.job)
+    if part is None:  # a comparison has checked its folders
+        config = with_folder(config, start=start, ranks=ranks)
+    run = build_run(config, ranks=ranks, label=label or config.strategy_name, start=start)
+    writer = run_on_all_ranks(lambda: _open_writer(run, console=console, part=part, steps_after=steps_after))
     with keeping_handlers(), closing(writer):
         end_phases()
         if ranks.is_first:
-            first = [part] if part else []
+            first = [part or f"writes to {config.logging.folder}"]
             for line in (*first, describe_run(run), *run.loop.batches.notes, *_describe_start(run)):
                 writer.say(line)
         if ranks.is_first and config.reliability.alerts != "off":
@@ -126,6 +132,7 @@ def pretrain(
         for line in (*_describe_end(run), *_describe_result(run), *([] if part else _describe_next(run))):
             writer.say(line)
     run.loop.model.communication.remove()
+    end_phases()
     return run.result
 
 
@@ -142,9 +149,9 @@ class Run:
     result: TrainingResult
 
 
-def build_run(config: PretrainConfig, *, ranks: Ranks, label: str) -> Run:
+def build_run(config: PretrainConfig, *, ranks: Ranks, label: str, start: Start | None = None) -> Run:
     """Build the parts of a run and load its checkpoint; SettingError on all ranks if no step is left."""
-    start = choose_start(config.checkpoint, job=ranks.job)
+    start = start or Start()
     dataset = prepare_dataset(config.resolved_data, ranks=ranks)
     layout = lay_out(config, ranks=ranks)
     is_simulated = config.parallel.simulated_ranks is not None
@@ -243,15 +250,19 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
         if evaluates and not result.stopped:
             _validate(run, writer)
         if is_last and loop.batches.has_test:
+            lasting("computing the loss on the test split")
             test = loop.validate(test=True)
             result.test_loss = test.loss
             writer.log_validation(test, event="test")
         checkpointer.poll()
         if saves:
+            lasting(f"saving the checkpoint of step {metrics.step}")
             left_out = evaluates and bool(result.stopped)
             checkpointer.save(progress=replace(loop.progress, validation_due=left_out))
         if result.stopped:
             break
+        lasting(f"training step {metrics.step + 1}")
+    lasting("closing the files of the run")
     checkpointer.close()
     writer.close()
     for failure in gather_over_ranks(writer.failure, what="outcome of the output"):
@@ -276,6 +287,7 @@ def _diverged(problem: str, *, step: int, ranks: Ranks) -> TrainingDivergedError
 
 
 def _validate(run: Run, writer: MetricsWriter) -> None:
+    lasting(f"validating after step {run.loop.progress.step}")
     validation = run.loop.validate()
     run.result.validation.append((validation.step, validation.loss))
     writer.log_validation(validation)
@@ -337,14 +349,17 @@ def _describe_result(run: Run) -> list[str]:
     losses += [f"validation loss {result.validation_loss:.4f}"] if result.validation else []
     losses += [] if result.test_loss is None else [f"test loss {result.test_loss:.4f}"]
     steps, sent = len(result.steps), sum(step.inter_bytes for step in result.steps)
-    ratio = statistics.median(step.compression_ratio for step in result.steps)
-    fewer = f" ({ratio:.2f}x fewer than plain FSDP2)" if result.strategy != "baseline" else ""
+    fewer = (
+        f" ({compression_ratio(result.steps):.2f}x fewer than plain FSDP2)"
+        if result.strategy != "baseline"
+        else ""
+    )
     why = ["why your ratio differs: docs/telemetry.md"] if fewer else []
     return [
         f"{steps} steps in {result.seconds:.1f} s, median {1000 * result.step_seconds:.1f} ms; "
         + ", ".join(losses),
-        f"inter-node: {format_bytes(result.inter_bytes_per_step)} per step{fewer}, "
-        f"{format_bytes(sent)} in total",
+        f"inter-node: {format_bytes(result.inter_bytes_per_step)} per step, "
+        f"{format_bytes(sent)} in total{fewer}",
         *why,
         f"intra-node: {format_bytes(result.intra_bytes_per_step)} per step",
     ]
@@ -357,7 +372,7 @@ def _describe_next(run: Run) -> list[str]:
         saved = "none (--save was not given)" if save is None else f"{save}, step {run.loop.progress.step}"
         lines.append(f"checkpoint: {saved}")
     if result.steps and logging.jsonl:
-        lines.append(f"next: sdp4bit report {logging.out}")
+        lines.append(f"next: sdp4bit report {logging.folder}")
     return lines
 
 
@@ -376,10 +391,14 @@ def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:
             "python": platform.python_version(),
         },
     }
-    write_atomically(config.logging.out / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
+    write_atomically(
+        config.logging.folder / "config.json", json.dumps(settings, indent=2, default=str) + "\n"
+    )
 
 
-def _open_writer(run: Run, *, console: Console | None, part: str | None) -> MetricsWriter:
+def _open_writer(
+    run: Run, *, console: Console | None, part: str | None, steps_after: int | None
+) -> MetricsWriter:
     config, ranks, progress = run.config, run.loop.ranks, run.loop.progress
     logging = config.logging
     if not ranks.is_first:
@@ -391,6 +410,7 @@ def _open_writer(run: Run, *, console: Console | None, part: str | None) -> Metr
         logging,
         description=run.result.strategy + (f", seed {config.seed}" if part else ""),
         steps=config.training.steps,
+        steps_after=steps_after,
         first_step=progress.step,
         validation_due=progress.validation_due,
         console=console,

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from sdp4bit.traffic import format_bytes
-from sdp4bit_lab.compare.paired import PairedDifference, paired_difference
+from sdp4bit_lab.compare.paired import PairedDifference, interval_text, paired_difference, signed
 from sdp4bit_lab.report.runs import Run
 
 LARGEST_LIST = 6
@@ -64,8 +64,13 @@ def validated_together(run: Run, baseline: Run) -> tuple[int, float, float] | No
 
 
 def median(run: Run, name: str) -> float | None:
-    """Return the median over the steps, because the first steps differ; None without values."""
+    """Return the median over the steps, because the first steps differ; None without values.
+
+    Times leave out the first step, which opens connections, as `step_seconds` of result.json does.
+    """
     values = run.column(name)
+    if name == "step_seconds" and len(values) > 1:
+        values = values[1:]
     values = values[np.isfinite(values)]
     return float(np.median(values)) if len(values) else None
 
@@ -110,11 +115,12 @@ def _why_not_compared(runs: Sequence[Run]) -> str:
 
 def _loss_sentence(label: str, difference: PairedDifference, baseline: str) -> str:
     interval, seeds = difference.percent_interval, len(difference.by_seed)
-    between = "" if interval is None else f", 95 % interval {interval[0]:+.2f} to {interval[1]:+.2f} %"
+    between = "" if interval is None else f", 95 % interval {interval_text(interval, digits=2, unit=' %')}"
+    nats = signed(difference.mean, digits=4, beside=difference.interval)
+    percent = signed(difference.mean_percent, digits=2, beside=interval)
     return (
-        f"{label}: {_SIGNIFICANCE[difference.significance]}. Validation loss {difference.mean:+.4f} "
-        f"({difference.mean_percent:+.2f} %) relative to {baseline}{between}; "
-        f"{seeds} seed{'s' * (seeds > 1)}."
+        f"{label}: {_SIGNIFICANCE[difference.significance]}. Validation loss {nats} ({percent} %) "
+        f"relative to {baseline}{between}; {seeds} seed{'s' * (seeds > 1)}."
     )
 
 

@@ -20,6 +20,7 @@ import sdp4bit
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.smoothing import smoothed
 from sdp4bit_lab.compare.finished_run import flattened
+from sdp4bit_lab.compare.paired import signed
 from sdp4bit_lab.report.answers import answers, baseline_of, median, validated_together
 from sdp4bit_lab.report.runs import Run
 
@@ -144,7 +145,9 @@ def _figure(plot: Plot, runs: Sequence[Run]) -> dict[str, Any]:
     """Return a figure in plotly's JSON; `meta` of a trace is the index of its run."""
     traces: list[dict[str, Any]] = []
     for number, ((colour, dash), curve) in enumerate(zip(_line_styles(runs), plot.curves, strict=True)):
-        main: dict[str, Any] = {"line": {"color": colour, "dash": dash, "width": 1.8}}
+        # The baseline is a thin line above the others, so that equal curves are both visible.
+        is_above = len(runs) > 1 and runs[number].label == runs[0].label
+        main: dict[str, Any] = {"line": {"color": colour, "dash": dash, "width": 1.2 if is_above else 2.4}}
         main["hovertemplate"] = f"%{{y:{'.4s' if plot.unit else '.5g'}}}{plot.unit}"
         faint: dict[str, Any] = {"line": {"color": colour, "width": 1}, "opacity": 0.3, "hoverinfo": "skip"}
         lines = [(curve[1], faint), (smoothed(curve[1]), main)] if plot.is_smoothed else [(curve[1], main)]
@@ -156,6 +159,7 @@ def _figure(plot: Plot, runs: Sequence[Run]) -> dict[str, Any]:
             # Plotly interprets HTML in names.
             name = html.escape(runs[number].name, quote=False)
             trace = {"x": x.tolist(), "y": drawn, "name": name, "meta": number, "mode": mode}
+            trace["zorder"] = int(is_above)
             traces.append(trace | marker | style)
     axis = {"automargin": True, "gridcolor": "rgba(128,128,128,0.25)", "zerolinecolor": "gray"}
     x_axis = {"title": {"text": "step", "standoff": 4}, "tickformat": "d", "showgrid": False}
@@ -208,7 +212,7 @@ def _row(run: Run, runs: Sequence[Run]) -> dict[str, str]:
         "Steps": f"{last} of {run.setting('training', 'steps') or '?'}",
         "Training loss": f"{losses.mean():.4f}" if len(losses) and np.isfinite(losses).all() else NONE,
         "Validation loss": f"{validation[-1]:.4f}" if len(validation) else NONE,
-        "Difference": f"{100 * (together[1] / together[2] - 1):+.2f} %" if together else NONE,
+        "Difference": f"{signed(100 * (together[1] / together[2] - 1), digits=2)} %" if together else NONE,
         "Inter-node": NONE if inter is None else format_bytes(inter),
         "Intra-node": NONE if intra is None else format_bytes(intra),
         "Saved": NONE if ratio is None else f"{ratio:.2f}x",

@@ -113,8 +113,6 @@ def read_run(folder: Path, *, name: str) -> Run:
 
 
 def _run_folders(path: Path) -> list[Path]:
-    if not path.is_dir():
-        raise SettingError(f"{path} is not a folder: give an --out folder of pretrain, compare or demo")
     if (path / METRICS).is_file():
         return [path]
     if (path / SETTINGS).is_file():

@@ -51,10 +51,22 @@ def test_an_unknown_command_is_one_line() -> None:
     assert told == "sdp4bit: error: 'pretrian' is not a command: did you mean pretrain?\n"
 
 
-def test_a_checkpoint_that_does_not_exist_is_found_before_torch_is_imported() -> None:
-    code, printed, told = outcome("pretrain", "--load", "nowhere")
-    assert (code, printed) == (2, "")
-    assert told == "sdp4bit: error: --load nowhere: no checkpoint found (no such folder)\n"
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["pretrain", "--load", "nowhere"], "--load nowhere: no such folder"),
+        (["export", "--load", "nowhere", "--out", "model"], "--load nowhere: no such folder"),
+        (
+            ["report", "nowhere"],
+            "nowhere: no such folder. Give an --out folder of pretrain, compare or demo",
+        ),
+    ],
+)
+def test_a_folder_that_does_not_exist_is_found_before_torch_is_imported(
+    arguments: list[str], error: str
+) -> None:
+    # The first phase would be a line, too.
+    assert outcome(*arguments) == (2, "", f"sdp4bit: error: {error}\n")
 
 
 def test_our_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 from datetime import timedelta
 
@@ -36,9 +37,12 @@ def run_child(
     start_phases("importing torch", began=began)
     from sdp4bit_lab.common.launch.local import run_rank
 
-    if code := run_rank(program, config=config, timeout=timeout):
-        # Without cleanup, so that the launcher stops the others before they report the same error.
-        os._exit(code)
+    code = run_rank(program, config=config, timeout=timeout)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without cleanup, which takes seconds per rank, and so that the launcher stops the others before they
+    # report the same error.
+    os._exit(code)
 
 
 def end_with_parent() -> None:

@@ -33,7 +33,7 @@ from sdp4bit_lab.common.launch.signals import (
     keeping_handlers,
     received,
 )
-from sdp4bit_lab.common.phases import end_phases, phase, start_phases
+from sdp4bit_lab.common.phases import end_phases, lasting, phase, start_phases
 from sdp4bit_lab.common.ranks import join_ranks, ranks_listen
 from sdp4bit_lab.common.settings import EXIT_FAILED
 
@@ -92,6 +92,7 @@ def run_rank(program: str, *, config: object, timeout: timedelta) -> int:
         with keeping_handlers(restores="RANK" not in os.environ), join_ranks(timeout=timeout) as ranks:
             end_phases()
             run(config, ranks=ranks)
+            lasting("leaving the ranks")
             ignore()
     except BaseException as error:
         ending = outcome(error)
@@ -182,7 +183,11 @@ def _join(
     """
     asked_by: signal.Signals | None = None
     first_at: float | None = None
+    is_ending = False
     while running := [process for process in processes if process.exitcode is None]:
+        if not is_ending and len(running) < len(processes):
+            is_ending = True
+            lasting("waiting for the processes to exit")
         wait([process.sentinel for process in running], timeout=_POLL)
         if _failed(processes):
             return _report_failure(processes)

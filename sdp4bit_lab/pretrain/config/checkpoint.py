@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdp4bit_lab.common.settings import require, require_at_least
+from sdp4bit_lab.common.settings import require, require_at_least, require_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class CheckpointConfig:
     def check_load(self) -> None:
         """Raise SettingError if there is nothing at --load, before anything else takes time."""
         if self.load is not None and self.load != self.save:
-            require(self.load.is_dir(), f"--load {self.load}: no checkpoint found (no such folder)")
+            require_folder(self.load, flag="--load")
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
         return self.save is not None and (is_last or step % self.save_interval == 0)
@@ -54,3 +54,6 @@ class ExportConfig:
     """Folder of checkpoints, whose latest complete one is exported, or one of its step folders."""
     out: Path
     """New folder for config.json, model.safetensors and the tokenizer."""
+
+    def __post_init__(self) -> None:
+        require_folder(self.load, flag="--load")

@@ -22,6 +22,7 @@ from sdp4bit_lab.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, C
 
 DecayStyle = Literal["cosine", "linear", "constant"]
 
+DEFAULT_OUT = Path("runs/pretrain")
 LOWEST_SHARE = 0.1
 """Default learning rate at the end of the decay relative to the peak, as in the paper."""
 WARMUP_SHARE = 0.01
@@ -121,8 +122,9 @@ class OptimizerConfig:
 class LoggingConfig:
     """Output during training."""
 
-    out: Path = Path("runs/pretrain")
-    """Folder for config.json, metrics.jsonl and TensorBoard events."""
+    out: Path | None = None
+    """Folder for config.json, metrics.jsonl and TensorBoard events. A new run needs a new folder. Default:
+    runs/pretrain, then runs/pretrain-2 and so on."""
     jsonl: bool = True
     """Write metrics.jsonl, one JSON object per line."""
     tensorboard: bool = True
@@ -130,7 +132,7 @@ class LoggingConfig:
     tensorboard_dir: Path | None = None
     """Folder for TensorBoard events. Default: tensorboard in the run's folder."""
     log_interval: int = 10
-    """Steps between printed lines."""
+    """Steps between printed lines. A line also follows after 5 seconds."""
     log_throughput: bool = False
     """Print TFLOP/s per device, by the paper's formula."""
     telemetry_interval: int = 10
@@ -139,6 +141,11 @@ class LoggingConfig:
     def __post_init__(self) -> None:
         require_at_least(1, self, "log_interval")
         require_at_least(0, self, "telemetry_interval")
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.out or DEFAULT_OUT
 
 
 @dataclass(frozen=True, kw_only=True)

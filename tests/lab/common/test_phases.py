@@ -21,6 +21,9 @@ time.sleep(0.7)
 phases.phase("second")
 phases.end_phases()
 time.sleep(0.7)
+phases.lasting("short")
+phases.lasting("long")
+time.sleep(0.7)
 """
 
 
@@ -33,7 +36,9 @@ def test_the_first_rank_repeats_a_phase_until_the_next_one(rank: int) -> None:
     if rank:
         assert lines == []
         return
-    before, first, *still, second = lines
+    end = lines.index("sdp4bit: 70 s: second")
+    (before, first, *still), (second, *long) = lines[:end], lines[end:]
     assert (before, first) == ("sdp4bit: before the start", "sdp4bit: 70 s: first")
     assert still and set(still) == {"sdp4bit: 70 s: still first"}
     assert second == "sdp4bit: 70 s: second"
+    assert long and set(long) == {"sdp4bit: 70 s: still long"}

@@ -55,16 +55,16 @@ def test_the_link_between_the_nodes_has_the_rate_and_is_gone_afterwards(tmp_path
 
 
 def test_the_table_says_whether_times_are_measured() -> None:
-    seconds = {100: (1.0, 0.25), 1000: (0.2, 0.1)}
+    seconds = {100: ([1.5, 1.0, 0.9], [0.25]), 1000: ([0.2], [0.1])}
     times = LinkTimes(seconds=seconds, sent=(12.5e6, 2.5e6), why_calculated="")
     measured = [" ".join(line.split()) for line in times.text().splitlines()]
     assert measured[:4] == [
         "a step takes plain FSDP2 sdp4bit gain",
-        "at 100 Mbit/s 1,000 ms 250 ms 4.00x",
-        "at 1,000 Mbit/s 200 ms 100 ms 2.00x",
-        "a node sends 12.5 MB 2.5 MB 5.00x",
+        "at 100 Mbit/s 1,000 ms (900 to 1,500) 250 ms (250 to 250) 4.00x",
+        "at 1,000 Mbit/s 200 ms (200 to 200) 100 ms (100 to 100) 2.00x",
+        "each node sends 12.5 MB 2.5 MB 5.00x",
     ]
-    assert measured[4].startswith("Measured: ")
+    assert measured[4].startswith("Measured: ") and "all 4 ranks, that is, both nodes." in measured[-1]
     calculated = LinkTimes(seconds=seconds, sent=(12.5e6, 2.5e6), why_calculated="no root").text()
     assert "Calculated, not measured: " in calculated and "(no root)." in calculated
     assert max(map(len, calculated.splitlines())) <= 80

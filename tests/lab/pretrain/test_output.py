@@ -30,6 +30,7 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     run = small(text, tmp_path / "out")
     run = replace(run, training=replace(run.training, steps=2), parallel=ParallelConfig(ranks_per_node=1))
     saving = replace(run, checkpoint=CheckpointConfig(save=tmp_path / "saved"), strategy="baseline")
+    saving = replace(saving, logging=replace(run.logging, out=tmp_path / "baseline"))
     flags = CommunicationConfig(quantized_weights=True)
     measured = replace(run.logging, telemetry_interval=1)
     flagged = replace(run, strategy=None, communication=flags, logging=measured)
@@ -39,7 +40,7 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     assert steps.startswith("2 steps in ") and ", training loss " not in steps.partition(";")[0]
     assert "; training loss " in steps and ", validation loss " in steps
     assert re.fullmatch(
-        r"inter-node: [\d.]+ kB per step \([\d.]+x fewer than plain FSDP2\), [\d.]+ [kM]B in total", sent
+        r"inter-node: [\d.]+ kB per step, [\d.]+ [kM]B in total \([\d.]+x fewer than plain FSDP2\)", sent
     )
     assert why == "why your ratio differs: docs/telemetry.md"
     assert inside == "intra-node: 0 B per step"
@@ -50,6 +51,7 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     # One of several leaves that to the command that trains them, and every line names the run.
     assert all(line.startswith(f"qwd, seed {run.seed}: ") for line in one)
     assert one[0].endswith(": run 1 of 6")
-    assert one[1].endswith(", same as strategy qwd") and "same as" not in alone[0]
+    assert one[1].endswith(", same as strategy qwd") and "same as" not in alone[1]
     assert "intra-node" in one[-1]
-    assert max(map(len, alone[:-2])) <= 100
+    assert alone[0] == f"sdp4bit: writes to {tmp_path / 'out'}"
+    assert max(map(len, alone[1:-2])) <= 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdp4bit_lab.report.answers import answers
+from sdp4bit_lab.report.answers import answers, median
 from sdp4bit_lab.report.runs import find_runs
 from tests.lab.report.written_runs import (
     alert_event,
@@ -50,6 +50,10 @@ def test_does_the_loss_suffer(answered):
         "qw: no significant difference. Validation loss +0.0000 (+0.00 %) relative to baseline, "
         "95 % interval -0.60 to +0.61 %; 3 seeds.",
     )
+    # Numbers that would round to zero have more digits.
+    _, (sentence,) = answered(*three_seeds(1e-5, 2e-5, 3e-5))[0]
+    assert "Validation loss +0.000020 (+0.0005 %) relative" in sentence
+    assert "95 % interval -0.0001 to +0.0011 %" in sentence
     mood, (sentence,) = answered(*three_seeds(0.01, 0.011, 0.01))[0]
     assert mood == "open" and sentence.startswith("qw: the loss is significantly higher. ")
     assert answered(*three_seeds(0.1, 0.11, 0.1))[0][0] == "bad"
@@ -113,3 +117,10 @@ def test_is_the_run_healthy(answered):
     assert answered(("qw", 1, 4.0, train_events()))[2][0] == "good"
     sentences = answered(*(("qw", 1, 4.0, train_events(5)) for _ in range(9)))[2][1]
     assert len(sentences) == 7 and sentences[-1] == "3 more: see the table of runs."
+
+
+def test_the_time_of_a_step_leaves_out_the_first_as_in_a_comparison(tmp_path):
+    events = [train_event(step, step_seconds=seconds) for step, seconds in ((1, 9.0), (2, 1.0), (3, 2.0))]
+    (run,) = find_runs([write_run(tmp_path, events)])
+    assert median(run, "step_seconds") == 1.5
+    assert median(run, "loss") == run.train[2]["loss"]

@@ -33,7 +33,7 @@ EXAMINE = """{
 const found = {violations: []};
 document.addEventListener("securitypolicyviolation", (e) => found.violations.push(e.blockedURI));
 const plot = (number) => document.querySelectorAll("[data-figure]")[number];
-const lines = (number) => plot(number).querySelectorAll(".scatterlayer .js-line").length;
+const lines = (number) => plot(number).querySelectorAll(".cartesianlayer .js-line").length;
 // Plotly draws at most every 50 ms.
 const soon = () => new Promise((done) => setTimeout(done, 200));
 const hover = async (number, place) => {

@@ -51,12 +51,10 @@ def test_damaged_lines_are_named(tmp_path, line, message):
 
 
 def test_folders_without_a_run_are_named(tmp_path):
-    for path, message in (
-        (tmp_path / "none", "is not a folder"),
-        (tmp_path, "nor its subfolders contain metrics"),
-    ):
-        with pytest.raises(SettingError, match=message):
-            find_runs([path])
+    with pytest.raises(SettingError, match="none: no such folder"):
+        ReportConfig(runs=(tmp_path / "none",))
+    with pytest.raises(SettingError, match="nor its subfolders contain metrics"):
+        find_runs([tmp_path])
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SettingError, match="--no-jsonl"):
         find_runs([tmp_path])
@@ -93,6 +91,7 @@ def test_the_command_writes_a_small_page_that_loads_nothing(tmp_path, capsys):
     page = tmp_path / "new" / "report.html"
     assert main(["report", str(run), "--out", str(page)]) == 0
     assert "wrote" in capsys.readouterr().out
+    assert ReportConfig(runs=(run, tmp_path)).file == run / "report.html"
     assert main(["report", str(run), "--out", str(tmp_path)]) == 2
     assert "is a folder: give a file name" in capsys.readouterr().err
     text = unescape(page.read_text().replace(get_plotlyjs(), ""))

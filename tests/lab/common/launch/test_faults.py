@@ -89,6 +89,7 @@ def end(config: PretrainConfig) -> str:
 def ends_of(config: PretrainConfig) -> tuple[str, str]:
     """Return the errors of a run that diverges, and of one whose log is on a full disk from step 3 on."""
     wild = replace(config, optimizer=OptimizerConfig(learning_rate=1e30, clip_grad=0))
+    wild = replace(wild, logging=replace(config.logging, out=config.logging.out / "diverged"))
     log = MetricsWriter.log_step
 
     def log_on_a_full_disk(writer: MetricsWriter, metrics: StepMetrics) -> None:
