@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def laid_out(
     of_parallel = {name: changes.pop(name) for name in list(changes) if hasattr(ParallelConfig(), name)}
     config = small(
         text,
-        text.parent / "run",
+        Path(mkdtemp(dir=text.parent)) / "run",  # a run refuses the folder of another
         strategy=strategy,
         model=ModelConfig(layers=layers, hidden=64, heads=4, dropout=dropout),
         parallel=ParallelConfig(**of_parallel),
