@@ -9,12 +9,14 @@ import inspect
 import multiprocessing
 import os
 import pickle  # by value: a tensor of a process that has ended cannot be shared
+import re
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Container, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -106,6 +108,18 @@ def on_ranks(
         return test
 
     return decorate
+
+
+@contextlib.contextmanager
+def first_rank_warns(pattern: str, *, firsts: Container[int] = (0,)) -> Iterator[None]:
+    """Expect exactly one matching warning on the first rank of each group, and none on others; collective."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    own = [str(each.message) for each in caught if re.search(pattern, str(each.message))]
+    texts: list[list[str]] = [own] * dist.get_world_size()
+    dist.all_gather_object(texts, own)
+    assert [len(each) for each in texts] == [int(rank in firsts) for rank in range(len(texts))], texts
 
 
 _servers: dict[tuple[str, ...], ForkServer] = {}

@@ -292,5 +292,6 @@ def _warn_of_hosts(summaries: Sequence[Summary]) -> None:
         f'topology="auto" assumes one node per host name, with {count} ranks on '
         f"{hosts[0]!r}{f' and {len(hosts) - 1} more' if len(hosts) > 1 else ''}, but LOCAL_WORLD_SIZE is "
         f"{said}. If {said} is right, {risk}: pass topology={said} or give every node its own host name. If "
-        f"{count} is right, pass topology={count}"
+        f"{count} is right, pass topology={count}",
+        range(len(summaries)),
     )

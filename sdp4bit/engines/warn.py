@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
+
+import torch.distributed as dist
 
 
-def warn_user(text: str) -> None:
-    """Warn at the innermost line outside of the library."""
+def warn_user(text: str, ranks: Iterable[int] | None = None) -> None:
+    """Warn at the innermost line outside of the library.
+
+    Args:
+        ranks: ranks that all warn of the same; only the first of them does.
+    """
+    if ranks is not None and min(ranks) != dist.get_rank():
+        return
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "sdp4bit":
         level, frame = level + 1, frame.f_back

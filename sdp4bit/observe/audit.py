@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -74,6 +75,7 @@ def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[s
     """
     layouts = {copy.layout.ranks: copy.layout for copy in copies}
     wrong: dict[str, str] = {}
+    first_ranks: set[int] = set()
     are_replicas = True
     for ranks in sorted(layouts):
         sharing = [copy for copy in copies if copy.layout.ranks == ranks]
@@ -81,6 +83,7 @@ def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[s
             votes = [_vote([(ranks[peer], sums[peer]) for peer in peers]) for peers in copy.peers()]
             if any(votes):
                 wrong[copy.name] = f"group {copy.name}: {'; '.join(filter(None, votes))}"
+                first_ranks.add(ranks[0])
                 are_replicas = are_replicas and copy.can_be_refreshed
     if not wrong:
         return []
@@ -96,7 +99,8 @@ def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[s
             f"{what}. A bit has flipped in memory or in transit, or weights were edited on some ranks only. "
             f"{way_out}"
         )
-    warnings.warn(f"{what}. These replicas are refreshed in full precision", stacklevel=2)
+    if dist.get_rank() in first_ranks:
+        warnings.warn(f"{what}. These replicas are refreshed in full precision", stacklevel=2)
     return list(wrong)
 
 

@@ -138,7 +138,9 @@ def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
 
 
 def warn_of_missing_state(checkpoint: object, where: str = "") -> None:
-    """Warn that a checkpoint was saved without the communication state."""
+    """Warn that a checkpoint was saved without the communication state; on the first rank."""
+    if dist.get_rank() != 0:
+        return
     warnings.warn(
         f"sdp4bit: {checkpoint} holds no communication state{where}. Replicas, if any, start from the loaded "
         "weights in full precision, and the run is not bit-identical to an uninterrupted one",

@@ -110,7 +110,7 @@ def _save_with(trainer: Trainer, comm: CommHandle) -> None:
             return
         if strategy.broadcast(path.is_dir()):
             attachment.save(comm, path)
-        else:
+        elif strategy.is_global_zero:
             warnings.warn(
                 f"sdp4bit: {path} is a single file without the communication state, so a run that resumes "
                 "from it starts its replicas in full precision. For a bit-exact resume use "

@@ -18,7 +18,7 @@ from tests import mutations
 from tests.engines.ddp.test_hook import DDPRun
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
 from tests.oracles.traffic import all_reduce_exchange, gradient_exchange, weight_refresh
-from tests.ranks import run_ranks
+from tests.ranks import first_rank_warns, run_ranks
 from tests.tables import flat
 from tests.toy import QUANTIZED, Result, Run, assert_close_to_plain, build
 
@@ -48,7 +48,7 @@ def check(engine: str) -> None:
     }[engine]
 
     # 1. The host's name makes all ranks one node. Nothing changes, and the warning names the switch.
-    with pytest.warns(UserWarning, match=r"on one node.* PCIe, attach with topology=1: each rank is its own"):
+    with first_rank_warns(r"on one node.* PCIe, attach with topology=1: each rank is its own"):
         assert training(SDP4BitConfig(), engine, "auto") == training(None, engine, "auto")
 
     # 2. With the switch training is exact without quantizers, and close with them.

@@ -147,7 +147,7 @@ class DDPCommState(CommHandle):
         reason = self._unquantized_reason()
         notes = one_node_note([(_NOT_SENT, reason)]), "" if reason else one_hop_note([self._topology.layout])
         for note in filter(None, notes):
-            warn_user(note)
+            warn_user(note, ranks)
         return self._topology
 
     @property
@@ -228,7 +228,8 @@ class DDPCommState(CommHandle):
                 self._has_warned = True
                 warn_user(
                     f"gradients in {values.dtype} are averaged in full precision: only fp32, bf16 "
-                    "and fp16 are quantized"
+                    "and fp16 are quantized",
+                    layout.ranks,
                 )
             return f"full precision: {str(values.dtype).removeprefix('torch.')}"
         return ""

@@ -275,7 +275,7 @@ def attach(
     note = one_node_note([(g.weights_unquantized_reason, g.gradients_unquantized_reason) for g in groups])
     quantized = [group.layout for group in groups if not group.gradients_unquantized_reason]
     for each in filter(None, (note, one_hop_note(quantized))):
-        warn_user(each)
+        warn_user(each, groups[0].layout.ranks)
     if settings.weights is not None:  # every rank holds all weights
         settings = replace(settings, weights=replace(settings.weights, replica="full"))
     handle = DeepSpeedCommHandle(ModelState(groups, telemetry=settings.telemetry), config=settings, note=note)

@@ -227,7 +227,7 @@ class FSDPCommHandle(CommHandle):
                     unit=config.weights.group_size, separate=config.separate_parameters
                 )
                 group.make_replica = partial(WeightReplica, sections=sections, values=group.view.value_ranges)
-        state = FSDPModelState(groups, telemetry=config.telemetry)
+        state = FSDPModelState(groups, roots=roots, telemetry=config.telemetry)
         super().__init__(state, config=config, note=note)
         with self._attaching() as undo:
             build(groups, layouts=layouts, config=config, undo=undo)

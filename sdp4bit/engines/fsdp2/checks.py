@@ -231,7 +231,7 @@ def warn_of_layout(
         more = f" and {len(dense) - 3} more" if len(dense) > 3 else ""
         messages.append(f"weights are left to FSDP2 in {', '.join(dense[:3])}{more}; see explain()")
     if groups and not any(param.local.numel() for group in groups for param in group.params):
-        messages.append(
+        warn_user(
             "this rank holds only padding, so its optimizer cannot show when a step is taken: call "
             "comm.mark_step() here whenever the other ranks step"
         )
@@ -249,5 +249,6 @@ def warn_of_layout(
             "Megatron-Core needs it"
         )
     for message in messages:
-        warn_user(message)
+        # Stages of a pipeline have other groups, so the first rank of each stage warns.
+        warn_user(message, groups[0].sharing_ranks)
     return note

@@ -6,7 +6,6 @@ Because ranks see different events, one all-reduce of a few flags per group and 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -28,6 +27,7 @@ from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import ParamView, reduce_over_copies, tensor_version
 from sdp4bit.engines.handle import logger
+from sdp4bit.engines.warn import warn_user
 from sdp4bit.observe.stats import ModelState
 
 FULL_REFRESHES_IN_A_ROW = 3  # consecutive ones that cause a warning
@@ -203,10 +203,17 @@ class FSDPModelState(ModelState):
 
     groups: Sequence[FSDPGroup]
 
-    def __init__(self, groups: Sequence[FSDPGroup], *, telemetry: TelemetryConfig | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[FSDPGroup],
+        *,
+        roots: Sequence[nn.Module],
+        telemetry: TelemetryConfig | None = None,
+    ) -> None:
         super().__init__(groups, telemetry=telemetry)
         self.aliases = StateDictAliases()
         # Weak references, because a dropped model must not wait for the garbage collector.
+        self._roots = [weakref.ref(root) for root in roots]
         model = weakref.proxy(self)
         self.step_observer = StepObserver(
             [param for group in groups for param in group.view.params],
@@ -266,10 +273,11 @@ class FSDPModelState(ModelState):
             group.fresh.note_step(by_hand=by_hand)
             if group.has_unsummed_gradients():
                 self.warn_once(
-                    "sdp4bit: an optimizer has stepped with gradients that were reduced over shards but not "
+                    group,
+                    "an optimizer has stepped with gradients that were reduced over shards but not "
                     f"over the replicate dimension since ({group.view.name}). Either the last backward had "
                     "set_requires_all_reduce(False), or FSDP2 all-reduced them in full precision over a "
-                    "process group that was set after sdp4bit attached"
+                    "process group that was set after sdp4bit attached",
                 )
         self.reshard([group for group in self.groups if group.fresh.seen.has_stepped])
 
@@ -321,7 +329,7 @@ class FSDPModelState(ModelState):
         leader = group.view.forward_leader
         if leader is not None and group.view.context not in self._contexts:
             self._contexts.add(group.view.context)
-            names = group.view.find_unattached()
+            names = group.view.find_unattached(filter(None, (root() for root in self._roots)))
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise RuntimeError(
@@ -376,9 +384,10 @@ class FSDPModelState(ModelState):
         for group, flag in flags.items():
             if group.fresh.agree(flag._replace(misfit=has_misfit)):
                 self.warn_once(
-                    "sdp4bit: the loaded communication state was not saved with these weights, by these "
+                    group,
+                    "the loaded communication state was not saved with these weights, by these "
                     "ranks and with this layout, or the weights were edited after the last forward. "
-                    f"Replicas are refreshed in full precision instead ({group.view.name} first)"
+                    f"Replicas are refreshed in full precision instead ({group.view.name} first)",
                 )
             if group.fresh.needs_size(flag, sends_differences=group.sends_differences):
                 measured.append(group)
@@ -447,35 +456,35 @@ class FSDPModelState(ModelState):
         return flags
 
     def report_full_refresh(self, group: FSDPGroup) -> None:
-        """Count and log a refresh in full precision; the first rank warns of NaN, and of repetitions."""
+        """Count and log a refresh in full precision; warn of NaN, and of repetitions."""
         reason = group.fresh.full_reason
         if not group.view.module.training:
             reason += ", in evaluation"
         group.count_full_refresh(reason)
         logger.info("sdp4bit: step %d, %s in full precision: %s", self.steps, group.view.name, reason)
-        if group.layout.ranks[0] != dist.get_rank():
-            return
         if group.fresh.holds_nonfinite:
             self.warn_once(
-                f"sdp4bit: the weights hold NaN or infinity ({group.view.name} first, noticed after step "
+                group,
+                f"the gathered weights hold NaN or infinity ({group.view.name} first, noticed after step "
                 f"{self.steps}) and are sent in full precision until they are finite. Look for the first "
-                "step whose loss or gradient norm is not finite, and load a checkpoint from before it"
+                "step whose loss or gradient norm is not finite, and load a checkpoint from before it",
             )
         elif group.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
             self.warn_once(
-                f"sdp4bit: weights ({group.view.name} first) were sent in full precision "
+                group,
+                f"weights ({group.view.name} first) were sent in full precision "
                 f"{FULL_REFRESHES_IN_A_ROW} times in a row, now because: {reason}. If "
                 "an optimizer makes these edits, call comm.mark_step() after each to send "
                 "differences. If averages (EMA) are swapped in, call model.eval() before you evaluate them. "
-                "comm.group_stats() counts full refreshes per group, with the last reason"
+                "comm.group_stats() counts full refreshes per group, with the last reason",
             )
 
-    def warn_once(self, message: str) -> None:
-        """Warn unless the text before the first parenthesis was a warning before."""
+    def warn_once(self, group: FSDPGroup, message: str) -> None:
+        """Warn on the first of the group's ranks, unless the text before the first parenthesis has."""
         key = message.partition("(")[0]
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(message, stacklevel=3)
+            warn_user(message, group.view.sharing_ranks)
 
     def detach(self) -> None:
         super().detach()

@@ -320,9 +320,10 @@ def _quantized_sections(
     )
     if sections is None:
         state.warn_once(
-            "sdp4bit: unknown parameters got no gradient. A module in which tensor parallelism splits some "
+            group,
+            "unknown parameters got no gradient. A module in which tensor parallelism splits some "
             "parameters and copies others then reduces its gradients in full precision; apply fully_shard "
-            f"separately to its parts that are not always used ({group.view.name})"
+            f"separately to its parts that are not always used ({group.view.name})",
         )
         return ()
     return sections

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -209,9 +209,12 @@ class FSDPView:
     def is_attached(self, attached: bool) -> None:
         setattr(self._group, _ATTACHED, attached)
 
-    def find_unattached(self) -> list[str]:
-        """Return the parameters below the same root whose groups have no handle; called during forward."""
-        groups = [group for state in self.context.all_states for group in param_groups_of_state(state)]
+    def find_unattached(self, roots: Iterable[nn.Module]) -> list[str]:
+        """Return the parameters without a handle below FSDP2's root and these; called during forward."""
+        # Without a sharded root each block is FSDP2's root of itself, so blocks do not know each other.
+        sharded = [module for root in roots for _, module in named_fsdp_modules(root)]
+        states = dict.fromkeys((*self.context.all_states, *(each._get_fsdp_state() for each in sharded)))
+        groups = [group for state in states for group in param_groups_of_state(state)]
         missing = [group for group in groups if not getattr(group, _ATTACHED, False)]
         return [self._name_of(param) for group in missing for param in group.fsdp_params]
 

@@ -145,17 +145,20 @@ def _check_bucket(bucket: MegatronBucket) -> None:
 def _warn(
     chunks: Sequence[Chunk], buckets: Sequence[MegatronBucket], layouts: dict[tuple[int, ...], Nodes]
 ) -> None:
+    ranks = [rank for layout in layouts.values() for rank in layout.ranks]
     one_queue = any(has_one_queue(bucket.device) for bucket in buckets)
     if one_queue and tensor_parallel_group(chunks[0]) is None:
         warn_user(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 serializes all streams of a GPU, so transfers delay "
             "computation. Megatron-Core needs it for tensor parallelism, which this model does not use. "
-            "Unset it before CUDA is initialized, unless you need it for context parallelism"
+            "Unset it before CUDA is initialized, unless you need it for context parallelism",
+            ranks,
         )
     if all(layout.size == 1 for layout in layouts.values()):
-        warn_user("the data-parallel groups have one rank each, so nothing is sent or quantized")
+        warn_user("the data-parallel groups have one rank each, so nothing is sent or quantized", ranks)
     if any(bucket.gradients.dtype == torch.float16 for bucket in buckets):
         warn_user(
             "gradients are reduced in fp16 and may overflow before they are quantized; set "
-            "grad_reduce_in_fp32=True"
+            "grad_reduce_in_fp32=True",
+            ranks,
         )

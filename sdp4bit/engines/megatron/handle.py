@@ -158,7 +158,7 @@ class MegatronCommHandle(CommHandle):
         self.topology = topology
         quantized = [group.layout for group in groups if not group.gradients_unquantized_reason]
         for each in filter(None, (note, one_hop_note(quantized))):
-            warn_user(each)
+            warn_user(each, groups[0].layout.ranks)
         with self._attaching() as undo:
             build(groups, layouts=layouts, config=config, undo=undo)
             for group in groups:

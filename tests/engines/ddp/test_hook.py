@@ -25,7 +25,7 @@ from sdp4bit.traffic import Grid
 from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
 from tests.oracles.traffic import all_reduce_exchange
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import first_rank_warns, on_ranks, run_ranks
 from tests.tables import flat
 from tests.toy import (
     Result,
@@ -279,7 +279,7 @@ def test_full_precision_equals_plain_ddp_and_is_reported() -> None:
     assert short.losses == plain
     assert "all-reduce: part below min_numel=1048576" in flat(short.state.explain(full=True))
 
-    with pytest.warns(UserWarning, match=r"PCIe, attach with topology=1"):
+    with first_rank_warns(r"PCIe, attach with topology=1"):
         inside = DDPRun(GradientConfig(min_numel=0), topology=4).train(2)
     assert inside.losses == plain
     table = inside.state.explain(full=True)
@@ -287,7 +287,7 @@ def test_full_precision_equals_plain_ddp_and_is_reported() -> None:
 
     torch.manual_seed(0)
     double = DDPRun(ALL, model=nn.Linear(64, 64).double())
-    with pytest.warns(UserWarning, match="torch.float64 are averaged in full precision"):
+    with first_rank_warns("torch.float64 are averaged in full precision"):
         double.model(torch.ones(1, 64).double() * dist.get_rank()).sum().backward()
     (weight, _) = double.model.parameters()
     assert weight.grad is not None and (weight.grad == 1.5).all()

@@ -102,7 +102,10 @@ def warnings_of_hosts(hosts: str, ranks_per_node: str, **options: Any) -> list[s
         quantize_communication(toy.build(), **options).remove()
     ours = [warning for warning in caught if "LOCAL_WORLD_SIZE" in str(warning.message)]
     assert {warning.filename for warning in ours} <= {__file__}
-    return [str(warning.message) for warning in ours]
+    assert rank == 0 or not ours
+    texts = [str(warning.message) for warning in ours]
+    dist.broadcast_object_list(texts_of_first := [texts])
+    return texts_of_first[0]
 
 
 @on_ranks(4, timeout=LIMIT)
@@ -166,3 +169,19 @@ def test_groups_that_were_sharded_after_attaching_are_refused_and_named() -> Non
     ):
         model(tokens)
     comm.remove()
+
+
+@on_ranks(2)
+def test_a_block_that_was_sharded_after_attaching_is_refused_without_a_sharded_root_too() -> None:
+    torch.manual_seed(0)
+    model: Any = toy.ToyGPT()
+    first, *others = model.blocks
+    fully_shard(first, mesh=toy.data_mesh(), mp_policy=toy.POLICY)
+    comm = quantize_communication(model, topology=1)
+    for block in others:
+        fully_shard(block, mesh=toy.data_mesh(), mp_policy=toy.POLICY)
+    tokens, _ = next(toy.batches())
+    with pytest.raises(RuntimeError, match=r"so blocks\.1\.\S+, blocks\.1\.\S+ .*would be sent in full"):
+        model(tokens)
+    comm.remove()
+    assert len(quantize_communication(model, topology=1).groups) == len(model.blocks)

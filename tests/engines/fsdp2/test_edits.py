@@ -299,7 +299,7 @@ def test_weights_that_become_nan_are_reported_within_two_steps() -> None:
     texts = [str(each.message) for each in caught if "sdp4bit" in str(each.message)]
     if dist.get_rank() == 0:
         (text,) = texts
-        assert "the weights hold NaN or infinity" in text and "noticed after step 4)" in text, text
+        assert "the gathered weights hold NaN or infinity" in text and "noticed after step 4)" in text, text
     else:
         assert not texts
 

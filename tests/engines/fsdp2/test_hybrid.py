@@ -30,7 +30,7 @@ from sdp4bit.traffic import Grid, Traffic
 from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
 from tests.oracles.traffic import all_reduce_exchange, gradient_exchange
-from tests.ranks import on_ranks
+from tests.ranks import first_rank_warns, on_ranks
 from tests.toy import (
     IDENTITY,
     QUANTIZED,
@@ -284,7 +284,7 @@ def check_settings() -> None:
     bypassed = HybridRun(GRADIENTS)
     info = bypassed.comm.groups[1].view._group.mesh_info
     info.replicate_process_group = bypassed.replicas
-    with pytest.warns(UserWarning, match=r"not over replicas since \(blocks\.0\)"):
+    with first_rank_warns(r"not over replicas since \(blocks\.0\)"):
         bypassed.train(1)
 
     # A block is quantized over its shards and over replicas, the root's halves are too short for the latter.

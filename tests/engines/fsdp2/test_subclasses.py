@@ -5,7 +5,6 @@ Layer: gloo, 2 and 4 processes as 2 nodes, against plain FSDP2 with the same sub
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +23,7 @@ from tests import mutations, toy
 from tests.ecosystem import on_cpu
 from tests.engines.fsdp2 import subclasses, test_bytes, test_checkpoint
 from tests.engines.fsdp2.subclasses import BlockScaled, InFp8, InHighPrecision, convert
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import first_rank_warns, on_ranks, run_ranks
 from tests.tables import flat
 from tests.toy import LOSSLESS, POLICY, QUANTIZED, Run, data_mesh
 
@@ -244,8 +243,7 @@ def test_each_reason_is_given_with_the_name() -> None:
     for layer in layers:
         fully_shard(layer, mesh=data_mesh())
     fully_shard(model, mesh=data_mesh())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with first_rank_warns("weights are left to FSDP2 in"):
         comm = sdp4bit.quantize_communication(model, topology=1)
     table = flat(comm.explain(full=True))
     reasons = [
@@ -253,7 +251,6 @@ def test_each_reason_is_given_with_the_name() -> None:
         for index, (kind, reason) in enumerate(REASONS.items())
     ]
     assert [reason for reason in [*reasons, MIXED] if reason not in table] == [], table
-    assert "weights are left to FSDP2 in" in str(caught[0].message)
     assert [each.replica is None for each in comm.groups] == [False] + [True] * len(layers)
 
 

@@ -130,5 +130,5 @@ def test_one_queue_is_warned_of_without_tensor_parallelism() -> None:
             with mock.patch.object(api, "has_one_queue", return_value=has):
                 run.attach(ONE_SLICE, topology=1)
         told = [w for w in caught if "CUDA_DEVICE_MAX_CONNECTIONS=1" in str(w.message)]
-        assert len(told) == expected
+        assert len(told) == (expected if dist.get_rank() == 0 else 0)
         run.comm.remove()
