@@ -156,9 +156,9 @@ def _read_late() -> Any:
     """A side stream reads the main shard, and not a copy that was made before."""
     refresh = AllGatherHook._refresh
 
-    def read_late(hook: AllGatherHook, row: Any, loaded: Any, main: Any, due: Any) -> None:
+    def read_late(hook: AllGatherHook, row: Any, main: Any, due: Any) -> None:
         late = None if main is None else hook._group.view.main_shard(torch.float32)
-        refresh(hook, row, loaded, late, due)
+        refresh(hook, row, late, due)
 
     return mock.patch.object(AllGatherHook, "_refresh", read_late)
 
