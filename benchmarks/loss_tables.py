@@ -198,6 +198,16 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
     save_figure(figure, path, digest=digest)
 
 
+def _finish(axes: Any, of: str) -> None:
+    """Label the axes of losses over something, and add the zero line, grid and legend."""
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.set_xlabel(of, fontsize=9)
+    axes.set_ylabel("% of the validation loss", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+
+
 # -- loss against the number of nodes ---------------------------------------------------------------------
 
 
@@ -279,15 +289,10 @@ def draw_nodes(result: dict[str, Any], path: Path, *, digest: str) -> None:
     counts = [layout["nodes"] for layout in result["layouts"]]
     predictions_of = [predicted_percent(result, count) for count in counts]
     axes.plot(counts, predictions_of, "--", color="gray", label="predicted, sdp4bit")
-    axes.axhline(0, color="black", linewidth=0.6)
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-    axes.set_xlabel("nodes", fontsize=9)
-    axes.set_ylabel("% of the validation loss", fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    _finish(axes, "nodes")
     save_figure(figure, path, digest=digest)
 
 
@@ -320,11 +325,6 @@ def draw_sizes(result: dict[str, Any], path: Path, *, digest: str) -> None:
         lower = [mean - half for mean, half in zip(means, halves, strict=True)]
         upper = [mean + half for mean, half in zip(means, halves, strict=True)]
         axes.fill_between(sizes, lower, upper, color=color, alpha=0.12, linewidth=0)
-    axes.axhline(0, color="black", linewidth=0.6)
     axes.set_xscale("log")
-    axes.set_xlabel("parameters", fontsize=9)
-    axes.set_ylabel("% of the validation loss", fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    _finish(axes, "parameters")
     save_figure(figure, path, digest=digest)
