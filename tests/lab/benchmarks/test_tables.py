@@ -83,7 +83,8 @@ def test_losses_by_number_of_nodes(tmp_path: Path) -> None:
     """Each number of nodes has its own baseline; the prediction grows as (n - 1) / n."""
     for count in (8, 2):
         for seed in (1, 2, 3):
-            for strategy, loss in (("baseline", 5.0), ("sdp4bit", 5.0 + 0.001 * count * seed)):
+            ours = 5.0 + 0.001 * count * seed
+            for strategy, loss in (("baseline", 5.0), ("sdp4bit", ours), ("sdp4bit-w2g2", 5.5)):
                 run = finished(strategy, seed, loss)
                 run.settings["parallel"] = {"ranks_per_node": 1, "simulated_ranks": count}
                 run.write(tmp_path / f"{count}-{seed}" / f"{strategy}-seed{seed}")
@@ -93,7 +94,12 @@ def test_losses_by_number_of_nodes(tmp_path: Path) -> None:
     assert collect.main(["nodes", *folders, *arguments]) == 0
     result = json.loads(out.read_text())
     assert [layout["nodes"] for layout in result["layouts"]] == [2, 8]
-    two, eight = (loss_tables.losses(layout)[0].percent for layout in result["layouts"])
+    two, eight = (
+        loss.percent
+        for layout in result["layouts"]
+        for loss in loss_tables.losses(layout)
+        if loss.strategy == "sdp4bit"
+    )
     assert (two, eight) == pytest.approx((100 * 0.004 / 5, 100 * 0.016 / 5))
     error = result["squared_error_of_two_nodes"]
     assert 0.001 < error < 0.02
@@ -101,7 +107,12 @@ def test_losses_by_number_of_nodes(tmp_path: Path) -> None:
     assert loss_tables.predicted_percent(result, 8) == pytest.approx(
         loss_tables.predicted_percent(result, 2) * 2 * 7 / 8
     )
-    assert f"| 8 | `sdp4bit` | 3 | {percent(0.32)} |" in loss_tables.nodes_section(result)
+    section = loss_tables.nodes_section(result)
+    assert f"| 8 | `sdp4bit` | 3 | {percent(0.32)} |" in section and "outside" not in section
+    # Student's t of 0.04, 0.08, 0.12, 0.16, 0.32 and 0.48 %: 2.571 * 0.1678 / sqrt(6).
+    assert loss_tables.of_all_nodes(result) == pytest.approx((0.2, 0.2 - 0.1761, 0.2 + 0.1761, 6), abs=1e-4)
+    high = result | {"percent_per_squared_error": 0.3 / error}  # 0.3 and 0.525 %; up to 0.18 and 0.72 found
+    assert "outside of the interval with 2 nodes.\n" in loss_tables.nodes_section(high)
     loss_tables.draw_nodes(result, tmp_path / "nodes.png", digest="d")
 
 
