@@ -81,10 +81,10 @@ def gpu_section(reports: dict[str, dict[str, str]]) -> str:
     return f"## Reports of machines with GPUs\n\n{table(['machine', *names], rows)}"
 
 
-def tuning_section(name: str, result: dict[str, Any]) -> str:
-    """Return the shares of a copy for several launch settings of the kernels."""
-    rows = [[row[0], *(f"{share} %" for share in row[1:])] for row in result["rows"]]
-    return f"## Launch settings, {name}\n\n{result['note']}.\n\n{table(result['columns'], rows)}"
+def kernels_section(title: str, result: dict[str, Any]) -> str:
+    """Return a measurement of the kernels on a GPU, besides their times."""
+    rows = [[str(cell) for cell in row] for row in result["rows"]]
+    return f"## {title}\n\n{result['note']}.\n\n{table(result['columns'], rows)}"
 
 
 def section(result: dict[str, Any]) -> str:
@@ -161,10 +161,13 @@ class Results:
         return {name: {part: each["result"] for part, each in of.items()} for name, of in found.items()}
 
     @cached_property
-    def tuning(self) -> dict[str, dict[str, Any]]:
-        """Launch settings that were varied on GPUs, by the names of the machines."""
-        paths = sorted((self.root / "results" / "gpu").glob("*/tuning.json"))
-        return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    def gpu_kernels(self) -> dict[str, dict[str, Any]]:
+        """Measurements of the kernels on GPUs, besides their times, by titles."""
+        found = {}
+        for title, name in (("Launch settings", "tuning"), ("Profile of the kernels", "ncu")):
+            for path in sorted((self.root / "results" / "gpu").glob(f"*/{name}.json")):
+                found[f"{title}, {path.parent.name}"] = json.loads(path.read_text(encoding="utf-8"))
+        return found
 
     @cached_property
     def clusters(self) -> list[dict[str, Any]]:
@@ -191,7 +194,7 @@ class Results:
             "docs/results/kernels.md": (
                 f"{NOTICE}# Times of all operators\n\n{kernels_page(self.kernels)}\n"
                 f"{predictions(self._read('gpu/predictions.json'))}\n{gpu_section(self.gpu_reports)}"
-                + "".join(f"\n{tuning_section(*each)}" for each in self.tuning.items())
+                + "".join(f"\n{kernels_section(*each)}" for each in self.gpu_kernels.items())
             ),
             "docs/results/planning.md": planning_page(self._read("planning.json")),
             "docs/results/studies.md": studies_page(self.root / "experiments"),

@@ -11,8 +11,9 @@ Operator = Literal["quantize to 8 bits", "quantize to 4 bits", "reduce and requa
 """Fused operators; "weights" are the two that send and add a difference."""
 
 MEMORY_SHARE = 0.7
-"""Fraction of the memory bandwidth that the operators reach if arithmetic does not limit them: 0.81 of a copy
-for gradients (0.94 or more for weights), which reaches 0.86. Measured on an H200, assumed for others."""
+"""Fraction of the memory bandwidth that the operators reach if arithmetic does not limit them. On an H200
+those of gradients reach 0.61 to 0.89 of a copy, typically 0.8, and those of weights 0.94 or more; the copy
+reaches 0.86. Assumed for other GPUs."""
 LINK_SHARE = 2 / 3
 """Assumed fraction of the rate of NVLink, or of a PCIe slot with its own path, that all-to-alls reach."""
 PCIE_BANDWIDTH: dict[LinkName, float] = {"pcie3": 15.75e9, "pcie4": 31.5e9, "pcie5": 63e9}

@@ -335,7 +335,7 @@ def _one_fake_mode() -> Iterator[None]:
         with patch.object(propagator, "_fake_mode_lock", lock):
             yield
         return
-    infer = propagator._propagate_tensor_meta_non_cached  # before torch 2.12
+    infer = propagator._propagate_tensor_meta_non_cached  # torch 2.11, which has no lock
 
     def infer_alone(*args: Any) -> Any:
         with lock:

@@ -53,12 +53,14 @@ _MAX_PAIRED = 4
 _REGISTERS, _MORE_REGISTERS, _MOST_REGISTERS = 80, 96, 128
 """Maximum registers of a thread; more for transforms and checksums, most for final sums, and for sums and odd
 rows of pairs of slots. They leave six, five or four warps per scheduler, enough for threads of 16 to 64
-values. On an H200 32 registers more or fewer were slower or equal."""
+values. On an H200 32 registers more took 1 to 11 % longer, and 32 fewer 1 to 3 %, or 26 % for a sum that is
+quantized (`results/gpu/h200/tuning.json`)."""
 _WAVES = 8
-"""Programs relative to those that run at once. Programs of a single wave load, calculate and end together.
+"""Programs relative to those that run at once, if all registers are used.
 
-An H200 then took up to 31 % longer than with eight waves. With a program per tile it took up to 8 % longer,
-because each prepares its row again (`results/gpu/h200/tuning.json`).
+An H200 took up to 31 % longer with one wave than with eight. Nsight Compute then saw 0.67 to 0.8 of the
+possible programs, because kernels need fewer registers than allowed (1.29 for a sum that is quantized). A
+program per tile was 6 % faster to 8 % slower than eight waves (`results/gpu/h200/tuning.json`, `ncu.json`).
 """
 _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
 """Words of a piece per program, 64 bytes per thread; not varied."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import gpu_report
 from benchmarks.gpu_report import ROOT, Part, parts, run_part
 from benchmarks.tables import Results
 
@@ -108,3 +112,76 @@ def test_pages_show_what_was_sent(tmp_path: Path) -> None:
     results = Results(root=tmp_path)
     assert [run["machine"]["gpu"] for run in results.kernels] == ["an H100"]
     assert results.gpu_reports == {"h100": {"tests": "passed"}}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], dict[str, Any]]:
+    """Report some parts of a machine with this GPU, none of which runs; return the file's parts."""
+    calls = itertools.count()
+
+    def report(gpu: str, wanted: str) -> dict[str, Any]:
+        number = next(calls)
+        monkeypatch.setattr(gpu_report, "describe_machine", lambda: {"gpu": gpu})
+        monkeypatch.setattr(gpu_report, "run_part", lambda part, _: {"result": "passed", "call": number})
+        arguments = ["try", "--out", str(tmp_path), *(["--parts", wanted] if wanted else [])]
+        monkeypatch.setattr(sys, "argv", ["gpu_report", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            gpu_report.main()
+        assert not exit_.value.code, exit_.value.code
+        written = json.loads((tmp_path / "try" / "report.json").read_text())
+        return {name: part["call"] for name, part in written["parts"].items()}
+
+    return report
+
+
+def test_parts_of_earlier_calls_are_kept_unless_all_are_wanted(machine: Callable[..., Any]) -> None:
+    assert machine("H200", "tests,kernels") == {"tests": 0, "kernels": 0}
+    assert machine("H200", "kernels,profile") == {"tests": 0, "kernels": 1, "profile": 1}
+    assert set(machine("H200", "").values()) == {2}
+
+
+def test_the_report_of_another_gpu_is_not_continued(
+    machine: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine("H200", "tests")
+    before = (tmp_path / "try" / "report.json").read_text()
+    with pytest.raises(AssertionError, match="2"):
+        machine("H100", "kernels")
+    assert "report.json is of H200: give this machine another name" in capsys.readouterr().err
+    assert (tmp_path / "try" / "report.json").read_text() == before
+
+
+_TUNED = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+from benchmarks import gpu_tuning
+from benchmarks.gpu_tuning import Settings
+from sdp4bit.kernels.triton import backend, launch
+before = backend._WAVES, backend._REGISTERS, backend._warps, backend._tile
+both = [Settings(waves=1), Settings(waves=2, warps=2, tile=4, registers=32)]
+seen = []
+real = backend._launch
+def launch_seen(kernel, grid, tensors, numbers, constants, warps, **options):
+    seen.append((backend._WAVES, backend._REGISTERS, grid[0], warps))
+    real(kernel, grid, tensors, numbers, constants, warps, **options)
+backend._launch = launch_seen
+found = gpu_tuning.tune(4096, "cpu", both)
+assert before == (backend._WAVES, backend._REGISTERS, backend._warps, backend._tile)
+print([row[0] for row in found["rows"]], {len(row) == len(found["columns"]) == 9 for row in found["rows"]})
+print(sorted({each[:2] for each in seen}))
+first, second = ([each[2:] for each in seen if each[0] == waves] for waves in (1, 2))
+pairs = list(zip(first, second, strict=True))
+print({(a[0] >= b[0], 2 * a[1] <= b[1]) for a, b in pairs}, any(a[0] > b[0] for a, b in pairs))
+"""
+
+
+def test_settings_of_the_kernels_are_varied_and_restored() -> None:
+    """In Triton's interpreter: the settings reach each launch."""
+    done = subprocess.run(
+        [sys.executable, "-c", _TUNED], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    *_, names, settings, compared = done.stdout.splitlines()
+    assert names == "['1 wave', '2 x the warps, 4 x the tile, 32 registers more, 2 waves'] {True}"
+    assert settings == "[(1, 80), (2, 112), (8, 80)]"  # the last while the messages are made
+    assert compared == "{(True, True)} True"
