@@ -4,7 +4,7 @@
 #   examples/pretrain_one_node.sh --data-path corpus.jsonl
 #
 # On one machine all traffic is intra-node, where gradients are 8 bits. --ranks-per-node lets groups of ranks
-# represent nodes.
+# represent nodes. Started again, it continues from its last checkpoint.
 set -euo pipefail
 
 exec torchrun --standalone --nproc-per-node gpu -m sdp4bit_lab pretrain \
@@ -14,4 +14,5 @@ exec torchrun --standalone --nproc-per-node gpu -m sdp4bit_lab pretrain \
     --out runs/125M \
     --save runs/125M/checkpoints \
     --save-interval 500 \
+    --auto-resume \
     "$@"

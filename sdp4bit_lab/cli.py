@@ -168,7 +168,7 @@ def _compare(config: CompareConfig) -> int:
 def _demo(config: DemoConfig) -> int:
     """Show the gain with a small GPT on 4 local processes that represent 2 nodes of 2 ranks. The demo prints
     the time of a step at three link rates, then the losses of plain FSDP2 and of 4-bit communication. With
-    root, the nodes are joined by a shaped link; otherwise the times are calculated. It takes about 6
+    root, the nodes are joined by a shaped link; otherwise the times are calculated. It takes about 4
     minutes on two idle cores. If it is interrupted, the same command continues."""
     table, comparison = config.out / "links.txt", config.comparison()
     fast, slow = config.minutes

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # The 13B row, A100, of the paper's speed table (table 2; layouts in table 8): 16 nodes of 4 GPUs, made-up data.
 #     NNODES=16 MASTER_ADDR=first-node examples/paper/speed_a100_13B.sh --strategy sdp4bit-paper
-# and the same with --strategy baseline. The table has the mean of steps 21 to 30. sdp4bit-paper is the
-# paper's method; --strategy sdp4bit adds dither.
+# and the same with --strategy baseline; each start has a new folder. The table has the mean of steps 21 to 30.
+# sdp4bit-paper is the paper's method; --strategy sdp4bit adds dither.
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 chunks=(--gradient-alltoall-pipeline 1)
 for argument in "$@"; do
-    # Without quantized gradients there is no exchange to cut into slices.
+    # Without quantized gradients there is no exchange to cut into chunks.
     case $argument in baseline | qw | qwd) chunks=() ;; esac
 done
 
@@ -16,4 +16,4 @@ NPROC_PER_NODE=${NPROC_PER_NODE:-4} exec "$here/torchrun.sh" --preset 13B --lr 1
     --seq-length 2048 --micro-batch-size 1 --accumulation 1 --train-iters 30 --eval-interval 1000 \
     --bf16 --recompute-granularity selective --no-reshard-after-forward \
     --strategy sdp4bit-paper \
-    --log-interval 10 --log-throughput --out "runs/speed_a100_13B" "${chunks[@]}" "$@"
+    --log-interval 10 --log-throughput --out "runs/speed_a100_13B-$(date +%Y%m%d-%H%M%S)" "${chunks[@]}" "$@"

@@ -77,10 +77,11 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
     failed: list[str] = []
     if config.jobs > 1:
         listen()
-        for job, code in train_at_once(remaining, most=config.jobs):
+        for place, (job, code) in enumerate(train_at_once(remaining, most=config.jobs), start=1):
             if code and received() is None:
                 failed.append(f"{job.label}, seed {job.config.seed} (exit code {code})")
-            write()
+            if place < len(remaining):
+                write()
         stopped = number.name if (number := received()) else None
     else:
         for place, job in enumerate(remaining, start=1):
@@ -88,7 +89,8 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
             stopped = train(replace(job, steps_after=steps_after), ranks=ranks)
             if stopped is not None:
                 break
-            write()
+            if place < len(remaining):
+                write()
     last = report()
     if last.runs:
         run_on_all_ranks(lambda: _conclude(last, config.out, console) if ranks.is_first else None)

@@ -212,8 +212,8 @@ class MetricsWriter:
         first, began = self._first or (step, 0.0)
         if self._steps_after is None or step == first:
             return ""
-        seconds = (time.monotonic() - began) / (step - first)
-        return time_left(seconds * (self._steps - step + self._steps_after))
+        seconds, steps = (time.monotonic() - began) / (step - first), self._steps - step + self._steps_after
+        return time_left(seconds * steps) if steps else ""
 
     def _write(self, event: str, metrics: StepMetrics | ValidationMetrics) -> None:
         values = _finite(asdict(metrics))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 
@@ -102,5 +103,7 @@ def test_speed_scripts_have_the_layouts_of_table_8(cluster, model, run_script):
 
 def test_speed_scripts_run_the_baseline_too(run_script):
     _, config = run_script("speed_a100_6.7B.sh", "--strategy", "baseline")
+    # A run refuses the folder of an earlier one.
+    assert re.fullmatch(r"runs/speed_a100_6\.7B-\d{8}-\d{6}", str(config.logging.out))
     assert config.quantization.gradients is None
     assert config.quantization.weights is None

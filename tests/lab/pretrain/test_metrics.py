@@ -78,6 +78,21 @@ def test_a_line_follows_before_five_seconds_of_silence(
     ] + [["x: step 10/20", "loss 10.0000"]]
 
 
+@pytest.mark.parametrize("steps_after", [0, 1])
+def test_a_line_tells_the_time_left_unless_nothing_is_left(steps_after: int, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO())
+    config = LoggingConfig(out=tmp_path, tensorboard=False, log_interval=1)
+    writer = metrics.MetricsWriter(
+        config, description="x", steps=3, first_step=0, steps_after=steps_after, console=console
+    )
+    for step in (1, 2, 3):
+        writer.log_step(step_metrics(step))
+    writer.close()
+    *_, before, last = console.file.getvalue().splitlines()
+    assert before.endswith(" | less than a minute left")
+    assert last.endswith(" left") == bool(steps_after)
+
+
 def test_the_ratio_of_several_steps_is_that_of_their_bytes() -> None:
     full, short = step_metrics(1), step_metrics(2)
     full = replace(full, inter_bytes=9_000, compression_ratio=1.0)
