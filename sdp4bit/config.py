@@ -92,22 +92,25 @@ def _check_at_least(name: str, value: int, minimum: int) -> None:
 @_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class WeightConfig:
-    """Quantized weight differences, qWD (paper section 3.1, algorithm 2)."""
+    """Quantized weight differences, qWD (paper section 3.1, algorithm 2).
+
+    Attributes:
+        bits: Bits per transmitted value: 2, 3, 3.5, 4 or 8, or the name of another format. None sends the
+            new weights in the model's own dtype. Below 4 bits use smaller groups (docs/numerics.md).
+        group_size: Values that share one scale; a multiple of 32.
+        mode: "difference" sends main shard minus replica; "direct" sends the weights themselves (qW).
+        clip: Fraction of a group's largest magnitude that the largest code represents, from 0.1 to 1.
+            Larger values saturate, and the next difference corrects them. None uses 0.6 for 2-bit
+            differences and 1 (no clipping) otherwise.
+        replica: "node" shards one replica over the ranks of a node, "full" keeps one on every rank. If all
+            ranks are on one node, "node" leaves the weights in full precision.
+    """
 
     bits: Bits = 4
-    """Bits per transmitted value: 2, 3, 3.5, 4 or 8, or the name of another format. None sends the new
-    weights in the model's own dtype. Below 4 bits use smaller groups (docs/numerics.md)."""
     group_size: int = 2048
-    """Values that share one scale; a multiple of 32."""
     mode: WeightMode = "difference"
-    """"difference" sends main shard minus replica; "direct" sends the weights themselves (qW)."""
     clip: float | None = None
-    """Fraction of a group's largest magnitude that the largest code represents, from 0.1 to 1. Larger values
-    saturate, and the next difference corrects them. None uses 0.6 for 2-bit differences and 1 (no clipping)
-    otherwise."""
     replica: ReplicaPlacement = "node"
-    """"node" shards one replica over the ranks of a node, "full" keeps one on every rank. If all ranks are
-    on one node, "node" leaves the weights in full precision."""
 
     def __post_init__(self) -> None:
         _check_bits("weights.bits", self.bits)
@@ -141,37 +144,43 @@ class WeightConfig:
 @_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class GradientConfig:
-    """Two-level quantized reduce-scatter with Hadamard smoothing, TLq-HS (paper section 3.2, algorithm 3)."""
+    """Two-level quantized reduce-scatter with Hadamard smoothing, TLq-HS (paper section 3.2, algorithm 3).
+
+    Attributes:
+        intra_bits: Bits inside a node: 2, 3, 3.5, 4 or 8; None sends fp32.
+        inter_bits: Bits between nodes: 2, 3, 3.5, 4 or 8; None sends fp32. 3.5 bits are 11 levels, a pair
+            in 7 bits.
+        intra_group_size: Values that share one scale inside a node; a multiple of 32.
+        inter_group_size: Values that share one scale between nodes; a multiple of 32, independent of
+            `intra_group_size`.
+        hadamard: Transform blocks of 32 values before the first quantization and back after the last sum.
+        intra_rounding: Rounding inside a node; "nearest" is as good at 8 bits.
+        inter_rounding: Rounding between nodes. Subtractive dither has half the squared error of
+            "stochastic", the paper's, for the same bytes; "nearest" has a bias that averaging over steps
+            does not remove.
+        exact_own: Add the own node's gradient unrounded between nodes. With N nodes the squared error is (N
+            - 1) / N of the paper's (False) for the same bytes.
+        pipeline_chunks: Chunks of a row whose intra-node and inter-node transfers overlap. None chooses by
+            the size of the row and the nodes (docs/method.md); the result is the same for any number.
+        start_step: Steps with full-precision gradients before quantization starts. A step is a backward
+            pass whose gradients are reduced, whatever optimizer uses them.
+        min_numel: Rows (one rank's share of one reduction) shorter than this are reduced in full precision.
+        inside_one_node: Quantize even if all ranks that share a group's parameters, replicas included, are
+            on one node. Links inside a node are fast, so rounding there loses precision for little speed.
+    """
 
     intra_bits: Bits = 8
-    """Bits inside a node: 2, 3, 3.5, 4 or 8; None sends fp32."""
     inter_bits: Bits = 4
-    """Bits between nodes: 2, 3, 3.5, 4 or 8; None sends fp32. 3.5 bits are 11 levels, a pair in 7 bits."""
     intra_group_size: int = 128
-    """Values that share one scale inside a node; a multiple of 32."""
     inter_group_size: int = 128
-    """Values that share one scale between nodes; a multiple of 32, independent of `intra_group_size`."""
     hadamard: bool = True
-    """Transform blocks of 32 values before the first quantization and back after the last sum."""
     intra_rounding: Rounding = "stochastic"
-    """Rounding inside a node; "nearest" is as good at 8 bits."""
     inter_rounding: Rounding = "dither"
-    """Rounding between nodes. Subtractive dither has half the squared error of "stochastic", the paper's, for
-    the same bytes; "nearest" has a bias that averaging over steps does not remove."""
     exact_own: bool = True
-    """Add the own node's gradient unrounded between nodes. With N nodes the squared error is (N - 1) / N of
-    the paper's (False) for the same bytes."""
     pipeline_chunks: int | None = None
-    """Slices of a row whose intra-node and inter-node transfers overlap. None chooses by the size of the row
-    and the nodes (docs/method.md); the result is the same for any number."""
     start_step: int = 0
-    """Steps with full-precision gradients before quantization starts. A step is a backward pass whose
-    gradients are reduced, whatever optimizer uses them."""
     min_numel: int = 1024
-    """Rows (one rank's share of one reduction) shorter than this are reduced in full precision."""
     inside_one_node: bool = False
-    """Quantize even if all ranks that share a group's parameters, replicas included, are on one node. Links
-    inside a node are fast, so rounding there loses precision for little speed."""
 
     def __post_init__(self) -> None:
         _check_bits("gradients.intra_bits", self.intra_bits)
@@ -196,12 +205,15 @@ class GradientConfig:
 @_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """Interval and sample size of the measured quantization errors."""
+    """Interval and sample size of the measured quantization errors.
+
+    Attributes:
+        interval: Steps from one measured step to the next.
+        sample_numel: Sampled values per parameter group and rank, rounded to complete quantization groups.
+    """
 
     interval: int = 10
-    """Steps from one measured step to the next."""
     sample_numel: int = 4096
-    """Sampled values per parameter group and rank, rounded to complete quantization groups."""
 
     def __post_init__(self) -> None:
         _check_at_least("telemetry.interval", self.interval, 1)
@@ -211,13 +223,16 @@ class TelemetryConfig:
 @_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig:
-    """Comparison of the copies of each weight replica."""
+    """Comparison of the copies of each weight replica.
+
+    Attributes:
+        interval: Steps from one audit to the next.
+        on_mismatch: "error" raises ReplicaMismatchError on all ranks that share the group. "resync" warns
+            and refreshes the group's replica in full precision at the next forward.
+    """
 
     interval: int = 100
-    """Steps from one audit to the next."""
     on_mismatch: MismatchAction = "error"
-    """"error" raises ReplicaMismatchError on all ranks that share the group. "resync" warns and refreshes the
-    group's replica in full precision at the next forward."""
 
     def __post_init__(self) -> None:
         _check_at_least("audit.interval", self.interval, 1)
@@ -241,19 +256,21 @@ class AlertConfig:
 
     A measure that crosses its threshold is logged once and passed to the callbacks of `on_alert`.
     docs/reliability.md explains the defaults.
+
+    Attributes:
+        gradient_error: Relative error of quantizing a gradient: 0.16 on normal values with 4 bits. At 0.3
+            the noise equals that of a batch 8 % smaller. "auto" is twice the usual error: 0.3, 0.45 with
+            3.5 bits, 0.7 with 3, 2.1 with 2.
+        weight_error: Relative error of quantizing a weight difference, which the next difference corrects;
+            at most 1 with nearest rounding. "auto" is 0.6, 0.75 with 3 bits, 0.9 with 2.
+        weight_drift: Relative distance between the main weights and the replica after the refresh.
+        nonfinite_groups: Quantization groups of a gradient with a NaN or an infinity.
     """
 
     gradient_error: float | Literal["auto"] | None = "auto"
-    """Relative error of quantizing a gradient: 0.16 on normal values with 4 bits. At 0.3 the noise equals
-    that of a batch 8 % smaller. "auto" is twice the usual error: 0.3, 0.45 with 3.5 bits, 0.7 with 3, 2.1
-    with 2."""
     weight_error: float | Literal["auto"] | None = "auto"
-    """Relative error of quantizing a weight difference, which the next difference corrects; at most 1 with
-    nearest rounding. "auto" is 0.6, 0.75 with 3 bits, 0.9 with 2."""
     weight_drift: float | None = 0.05
-    """Relative distance between the main weights and the replica after the refresh."""
     nonfinite_groups: int | None = 0
-    """Quantization groups of a gradient with a NaN or an infinity."""
 
     def __post_init__(self) -> None:
         for name in ("gradient_error", "weight_error", "weight_drift"):
@@ -299,26 +316,30 @@ PRESETS = (
 @_suggests_names
 @dataclass(frozen=True, kw_only=True)
 class SDP4BitConfig:
-    """Settings of quantized communication."""
+    """Settings of quantized communication.
+
+    Attributes:
+        weights: Quantization of weights; None sends full precision.
+        gradients: Quantization of gradients; None reduces in full precision.
+        separate_parameters: Keep every scale group and Hadamard block within one parameter, and send
+            parameters of at most one dimension in at least 8 bits, in the same messages. False quantizes
+            rows as a unit, as in the paper. Applies to FSDP2 and simulated ranks only, because
+            Megatron-Core cuts its buffers anywhere.
+        seed: Seed of the rounding bits; the global random state is never used.
+        telemetry: Periodic measurement of quantization errors, which does not change training. None
+            measures on demand with `measure()`, or every 10 steps with alerts.
+        audit: Comparison of weight replicas between ranks, because copies that drift apart ruin a run
+            silently. An audit costs one pass over the replica every 100 steps.
+        alerts: Thresholds that are checked whenever telemetry measures.
+    """
 
     weights: WeightConfig | None = field(default_factory=WeightConfig)
-    """Quantization of weights; None sends full precision."""
     gradients: GradientConfig | None = field(default_factory=GradientConfig)
-    """Quantization of gradients; None reduces in full precision."""
     separate_parameters: bool = True
-    """Keep every scale group and Hadamard block within one parameter, and send parameters of at most one
-    dimension in at least 8 bits, in the same messages. False quantizes rows as a unit, as in the paper.
-    Applies to FSDP2 and simulated ranks only, because Megatron-Core cuts its buffers anywhere."""
     seed: int = 0
-    """Seed of the rounding bits; the global random state is never used."""
     telemetry: TelemetryConfig | None = None
-    """Periodic measurement of quantization errors, which does not change training. None measures on demand
-    with `measure()`, or every 10 steps with alerts."""
     audit: AuditConfig | None = field(default_factory=AuditConfig)
-    """Comparison of weight replicas between ranks, because copies that drift apart ruin a run silently. An
-    audit costs one pass over the replica every 100 steps."""
     alerts: AlertConfig | None = None
-    """Thresholds that are checked whenever telemetry measures."""
 
     def __post_init__(self) -> None:
         _check_flag("separate_parameters", self.separate_parameters)

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
+from typing import Any
 
 import pytest
 
-from sdp4bit.config import AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
+from sdp4bit.config import (
+    AlertConfig,
+    AuditConfig,
+    GradientConfig,
+    SDP4BitConfig,
+    TelemetryConfig,
+    WeightConfig,
+)
 from sdp4bit.quantization.layout import message_layout
 
 WEIGHTS = {
@@ -85,6 +95,14 @@ def test_settings_are_frozen_and_hashable(config: object) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, field, None)
     assert hash(config) == hash(dataclasses.replace(config))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    "cls", [SDP4BitConfig, WeightConfig, GradientConfig, TelemetryConfig, AuditConfig, AlertConfig]
+)
+def test_help_explains_every_setting_in_order(cls: Any) -> None:
+    (section,) = inspect.getdoc(cls).split("Attributes:\n")[1:]
+    assert re.findall(r"^    (\w+): ", section, re.MULTILINE) == [f.name for f in dataclasses.fields(cls)]
 
 
 @pytest.mark.parametrize("cls", [WeightConfig, GradientConfig, TelemetryConfig, SDP4BitConfig])
