@@ -211,12 +211,12 @@ class FSDPView:
 
     def find_unattached(self, roots: Iterable[nn.Module]) -> list[str]:
         """Return the parameters without a handle below FSDP2's root and these; called during forward."""
+        groups = [group for state in self.context.all_states for group in param_groups_of_state(state)]
         # Without a sharded root each block is FSDP2's root of itself, so blocks do not know each other.
-        sharded = [module for root in roots for _, module in named_fsdp_modules(root)]
-        states = dict.fromkeys((*self.context.all_states, *(each._get_fsdp_state() for each in sharded)))
-        groups = [group for state in states for group in param_groups_of_state(state)]
+        below = (module for root in roots for _, module in named_fsdp_modules(root))
+        groups += [group for module in below for group in param_groups_of(cast(Module, module))]
         missing = [group for group in groups if not getattr(group, _ATTACHED, False)]
-        return [self._name_of(param) for group in missing for param in group.fsdp_params]
+        return list(dict.fromkeys(self._name_of(param) for group in missing for param in group.fsdp_params))
 
     @property
     def reduces_gradients(self) -> bool:
