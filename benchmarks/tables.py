@@ -300,7 +300,7 @@ class Results:
             rows.append([f"**{cell}**" if ours and column < 2 else cell for column, cell in enumerate(cells)])
         layout = f"{cluster['nodes']} nodes x {cluster['ranks_per_node']} rank"
         links = (RATES[rate].replace(" ", "\N{NO-BREAK SPACE}") for rate in rates)
-        return table([layout, "bytes/parameter", *links], rows)
+        return table([layout, "bytes per parameter", *links], rows)
 
     def documents(self) -> Iterator[tuple[Path, str]]:
         """Yield path and content of every generated page and of every page with a marker."""
