@@ -158,8 +158,8 @@ class GradientConfig:
         inter_rounding: Rounding between nodes. Subtractive dither has half the squared error of
             "stochastic", the paper's, for the same bytes; "nearest" has a bias that averaging over steps
             does not remove.
-        exact_own: Add the own node's gradient unrounded between nodes. With N nodes the squared error is (N
-            - 1) / N of the paper's (False) for the same bytes.
+        exact_own: Add the own node's gradient unrounded between nodes. With N nodes the squared error is
+            (N - 1) / N of the paper's (False) for the same bytes.
         pipeline_chunks: Chunks of a row whose intra-node and inter-node transfers overlap. None chooses by
             the size of the row and the nodes (docs/method.md); the result is the same for any number.
         start_step: Steps with full-precision gradients before quantization starts. A step is a backward
