@@ -25,7 +25,7 @@ from sdp4bit.collectives.topology import (
     unknown_spec,
 )
 from sdp4bit.config import VERSION
-from sdp4bit.engines.warn import warn_user
+from sdp4bit.warn import warn_user
 
 Sent = TypeVar("Sent")
 Scope = tuple[Sequence[int], str]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import AuditConfig
 from sdp4bit.quantization.ops import checksum
 from sdp4bit.traffic import TrafficCounter
+from sdp4bit.warn import warn_user
 
 
 class ReplicaMismatchError(RuntimeError):
@@ -87,7 +87,7 @@ def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[s
                 are_replicas = are_replicas and copy.can_be_refreshed
     if not wrong:
         return []
-    what = "sdp4bit: copies of the same weights differ between ranks. " + ". ".join(wrong.values())
+    what = "copies of the same weights differ between ranks. " + ". ".join(wrong.values())
     if config.on_mismatch == "error" or not are_replicas:
         way_out = "Resume from a checkpoint, or copy the weights and optimizer states of one replica to all"
         if are_replicas:
@@ -96,11 +96,11 @@ def audit_replicas(copies: Sequence[ReplicaCopy], config: AuditConfig) -> list[s
                 'AuditConfig(on_mismatch="resync")'
             )
         raise ReplicaMismatchError(
-            f"{what}. A bit has flipped in memory or in transit, or weights were edited on some ranks only. "
-            f"{way_out}"
+            f"sdp4bit: {what}. A bit has flipped in memory or in transit, or weights were edited on some "
+            f"ranks only. {way_out}"
         )
     if dist.get_rank() in first_ranks:
-        warnings.warn(f"{what}. These replicas are refreshed in full precision", stacklevel=2)
+        warn_user(f"{what}. These replicas are refreshed in full precision")
     return list(wrong)
 
 

@@ -8,7 +8,7 @@ same bytes, so ranks may use different ones. They define functions with the same
 from __future__ import annotations
 
 import importlib.util
-import warnings
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -35,6 +35,7 @@ from sdp4bit.quantization.checks import (
 from sdp4bit.quantization.formats import BLOCK
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import KeySeries, RoundingKey
+from sdp4bit.warn import warn_user
 
 BackendName = Literal["auto", "reference", "numba", "triton"]
 
@@ -74,10 +75,9 @@ def _automatic_backend(device_type: str) -> ModuleType:
             _loaded[key] = _load(name)
         else:
             wanted = "" if name is None else f'; install them with `pip install "sdp4bit[{_EXTRA[name]}]"`'
-            warnings.warn(
-                f"sdp4bit: no fast kernels for {device_type} tensors, using the plain PyTorch reference, "
-                f"which is many times slower{wanted}",
-                stacklevel=3,
+            _warn_on_host(
+                f"no fast kernels for {device_type} tensors, using the plain PyTorch reference, "
+                f"which is many times slower{wanted}"
             )
             _loaded[key] = reference
     return _loaded[key]
@@ -97,11 +97,16 @@ def _backend(tensor: Tensor, *layouts: MessageLayout) -> ModuleType:
 
 @cache
 def _warn_of_format(module: str, name: str) -> None:
-    warnings.warn(
-        f"sdp4bit: {module} has no format {name}, using the plain PyTorch reference, which is many times "
-        "slower; add it to FORMATS there",
-        stacklevel=4,
+    _warn_on_host(
+        f"{module} has no format {name}, using the plain PyTorch reference, which is many times slower; "
+        "add it to FORMATS there"
     )
+
+
+def _warn_on_host(text: str) -> None:
+    # The processes of a machine share their packages, so its first one speaks; without a launcher, each does.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warn_user(text)
 
 
 def backend_name(device_type: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
 from sdp4bit.engines.fsdp2.api import Skip, quantize_communication
 from sdp4bit.engines.fsdp2.checks import other_engine
 from sdp4bit.engines.handle import CommHandle
+from sdp4bit.warn import warn_user
 
 FOLDER = "sdp4bit"  # folder of the communication state in a trainer's checkpoint
 
@@ -139,10 +139,8 @@ def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
 
 def warn_of_missing_state(checkpoint: object, where: str = "") -> None:
     """Warn that a checkpoint was saved without the communication state; on the first rank."""
-    if dist.get_rank() != 0:
-        return
-    warnings.warn(
-        f"sdp4bit: {checkpoint} holds no communication state{where}. Replicas, if any, start from the loaded "
-        "weights in full precision, and the run is not bit-identical to an uninterrupted one",
-        stacklevel=3,
-    )
+    if dist.get_rank() == 0:
+        warn_user(
+            f"{checkpoint} holds no communication state{where}. Replicas, if any, start from the loaded "
+            "weights in full precision, and the run is not bit-identical to an uninterrupted one"
+        )

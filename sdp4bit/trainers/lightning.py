@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from sdp4bit.engines.ddp.hook import DDPCommState
 from sdp4bit.engines.fsdp2.api import Skip
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.trainers import attachment
+from sdp4bit.warn import warn_user
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -111,11 +111,10 @@ def _save_with(trainer: Trainer, comm: CommHandle) -> None:
         if strategy.broadcast(path.is_dir()):
             attachment.save(comm, path)
         elif strategy.is_global_zero:
-            warnings.warn(
-                f"sdp4bit: {path} is a single file without the communication state, so a run that resumes "
-                "from it starts its replicas in full precision. For a bit-exact resume use "
-                "ModelParallelStrategy(save_distributed_checkpoint=True)",
-                stacklevel=2,
+            warn_user(
+                f"{path} is a single file without the communication state, so a run that resumes from it "
+                "starts its replicas in full precision. For a bit-exact resume use "
+                "ModelParallelStrategy(save_distributed_checkpoint=True)"
             )
 
     strategy.save_checkpoint = save_checkpoint

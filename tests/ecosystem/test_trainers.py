@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import CONFIGS, QUANTIZED, STEPS, WORLD
-from tests.ranks import run_ranks
+from tests.ranks import first_rank_warns, run_ranks
 
 PACKAGES = {
     "accelerate": ["accelerate", "transformers"],
@@ -54,7 +54,7 @@ def train_all(name: str, folder: Path) -> dict[str, Any]:
         warnings.filterwarnings("error", message="sdp4bit")
         found["resumed"] = train(folder / "resumed", QUANTIZED, driver.checkpoint(folder / "quantized"))
     if driver.WITHOUT_STATE is not None:
-        with pytest.warns(UserWarning, match=driver.WITHOUT_STATE):
+        with first_rank_warns(driver.WITHOUT_STATE):
             train(folder / "from plain", QUANTIZED, driver.checkpoint(folder / "plain"))
     return found
 
@@ -144,7 +144,7 @@ def test_a_run_of_transformers_continues_in_its_own_folder(tmp_path: Path) -> No
 
 def save_a_file(folder: Path) -> None:
     on_cpu.as_launched()
-    with pytest.warns(UserWarning, match="is a single file"):
+    with first_rank_warns("is a single file"):
         driver_of("lightning").train(folder, QUANTIZED, shards=False)
 
 

@@ -125,6 +125,18 @@ def test_device_without_fast_kernels_warns_once_and_uses_the_reference(
             assert ops.backend_name("xpu") == "reference"
 
 
+def test_missing_kernels_are_warned_about_by_the_first_process_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for local_rank, warned in ("0", 1), ("1", 0):
+        monkeypatch.setattr(ops, "_loaded", {})
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with warnings.catch_warnings(record=True) as caught, ops.use_backend("auto"):
+            warnings.simplefilter("always")
+            assert ops.backend_name("xpu") == "reference"
+        assert len(caught) == warned
+
+
 def test_missing_package_is_named_in_the_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_loaded", {})
     monkeypatch.setattr(ops, "_is_available", lambda name: False)

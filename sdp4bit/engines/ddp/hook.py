@@ -22,7 +22,6 @@ from sdp4bit.collectives.work import SideStream
 from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
-from sdp4bit.engines.warn import warn_user
 from sdp4bit.observe.alerts import Alerts
 from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.observe.explain import (
@@ -36,6 +35,7 @@ from sdp4bit.observe.measures import Telemetry, sample_gradient, sample_received
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.ops import checksum
 from sdp4bit.quantization.random import check_numbers
+from sdp4bit.warn import warn_user
 
 FORMAT_VERSION = 1
 _QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

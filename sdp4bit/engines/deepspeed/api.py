@@ -25,11 +25,11 @@ from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
 from sdp4bit.engines.protocol import Undo
-from sdp4bit.engines.warn import warn_user
 from sdp4bit.observe.explain import ONE_RANK, one_hop_note, one_node_note, one_node_reason
 from sdp4bit.observe.measures import sample_gradient
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.random import check_numbers
+from sdp4bit.warn import warn_user
 
 STATE_KEY, FORMAT_VERSION = "sdp4bit", 1  # of the communication state in the optimizer's checkpoint
 

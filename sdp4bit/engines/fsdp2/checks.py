@@ -12,9 +12,9 @@ from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.fsdp2.view import FSDPView, named_fsdp_modules
-from sdp4bit.engines.warn import warn_user
 from sdp4bit.observe.explain import OFF, ONE_RANK, one_hop_note, one_node_note, one_node_reason
 from sdp4bit.quantization.checks import VALUE_DTYPES
+from sdp4bit.warn import warn_user
 
 PARTIAL_GRADIENTS = (
     "holds gradients that FSDP2 has not all-reduced over the replicate dimension: finish the accumulation "

@@ -27,8 +27,8 @@ from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import ParamView, reduce_over_copies, tensor_version
 from sdp4bit.engines.handle import logger
-from sdp4bit.engines.warn import warn_user
 from sdp4bit.observe.stats import ModelState
+from sdp4bit.warn import warn_user
 
 FULL_REFRESHES_IN_A_ROW = 3  # consecutive ones that cause a warning
 

@@ -25,8 +25,8 @@ from sdp4bit.engines.megatron.buckets import (
 from sdp4bit.engines.megatron.guards import MARK, check_chunks, distributed_optimizers
 from sdp4bit.engines.megatron.handle import MegatronCommHandle
 from sdp4bit.engines.megatron.objects import Chunk, Optimizer
-from sdp4bit.engines.warn import warn_user
 from sdp4bit.quantization.random import check_numbers
+from sdp4bit.warn import warn_user
 
 
 def quantize_communication(

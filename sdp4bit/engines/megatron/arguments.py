@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from typing import Any
 
 from sdp4bit.config import QUANTIZED_BITS, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.warn import warn_user
 
 _WITHOUT_MEANING: dict[str, dict[str, Any]] = {
     "--no-async-tensor-model-parallel-allreduce": {"action": "store_true"},
@@ -108,8 +108,8 @@ def from_args(args: argparse.Namespace) -> SDP4BitConfig:
     else:
         for flag, _ in _GRADIENTS.values():
             if _value(args, flag) is True:
-                warnings.warn(f"sdp4bit: {flag} has no effect without --quantized-gradients", stacklevel=2)
+                warn_user(f"{flag} has no effect without --quantized-gradients")
     for flag in _WITHOUT_MEANING:
         if getattr(args, flag.strip("-").replace("-", "_"), None):
-            warnings.warn(f"sdp4bit: {flag} has no effect with this Megatron version", stacklevel=2)
+            warn_user(f"{flag} has no effect with this Megatron version")
     return SDP4BitConfig(weights=weights, gradients=gradients, seed=getattr(args, "seed", 0))

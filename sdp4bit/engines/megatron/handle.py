@@ -29,7 +29,6 @@ from sdp4bit.engines.megatron.staged import StagedCollectives
 from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
 from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
 from sdp4bit.engines.protocol import Undo
-from sdp4bit.engines.warn import warn_user
 from sdp4bit.observe.explain import (
     ONE_RANK,
     describe_gradients,
@@ -37,6 +36,7 @@ from sdp4bit.observe.explain import (
     one_node_note,
     one_node_reason,
 )
+from sdp4bit.warn import warn_user
 
 EXPERTS_SPLIT = "experts under tensor parallelism"  # reason why a bucket of experts is not quantized
 
