@@ -40,7 +40,7 @@ for block in model[:-1]:
     fully_shard(block, mesh=mesh, mp_policy=policy)
 fully_shard(model, mesh=mesh, mp_policy=policy)
 config = sdp4bit.SDP4BitConfig(telemetry=sdp4bit.TelemetryConfig())  # measures errors every 10 steps
-comm = sdp4bit.quantize_communication(model, config=config, topology=1)
+comm = sdp4bit.quantize_communication(model, config, topology=1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
 

@@ -16,9 +16,9 @@ from sdp4bit.engines.handle import CommHandle
 
 def quantize_communication(
     model: nn.Module | Sequence[nn.Module] | Any,
+    config: SDP4BitConfig | str | None = None,
     *,
     topology: TopologySpec = "auto",
-    config: SDP4BitConfig | str | None = None,
     skip: Collection[str] | Callable[[str], bool] | None = None,
 ) -> CommHandle:
     """Quantize the communication of an FSDP2 model or a DeepSpeed engine from the next step on.
@@ -30,10 +30,10 @@ def quantize_communication(
     Args:
         model: the root FSDP module, or all local roots (pipeline stages); `[]` on a rank without a model. Or
             the engine of `deepspeed.initialize`, with ZeRO stage 1 or 2.
+        config: settings or the name of a preset; None uses the default.
         topology: the ranks of each node: "auto" (by host name), ranks per node, or an (inter, intra) mesh. A
             tuple of one of the first two and the nodes per block, such as (8, 32), reduces gradients in three
             levels.
-        config: settings or the name of a preset; None uses the default.
         skip: FSDP modules to leave in full precision, as patterns over their names or a predicate.
 
     Raises:
@@ -43,5 +43,5 @@ def quantize_communication(
         RuntimeError: torch.distributed is not initialized.
     """
     if deepspeed.is_engine(model):
-        return deepspeed.attach(model, topology=topology, config=config, skip=skip)
-    return fsdp2.quantize_communication(model, topology=topology, config=config, skip=skip)
+        return deepspeed.attach(model, config=config, topology=topology, skip=skip)
+    return fsdp2.quantize_communication(model, config, topology=topology, skip=skip)

@@ -102,15 +102,18 @@ def _save_with(trainer: Trainer, comm: CommHandle) -> None:
     strategy = trainer.strategy
     # From the class, so that a second fit does not wrap the first one's wrapper.
     own = type(strategy).save_checkpoint.__get__(strategy)
+    has_warned = False
 
     def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        nonlocal has_warned
         own(checkpoint, filepath, storage_options)
         path = Path(strategy.broadcast(filepath))
         if not comm.is_attached:
             return
         if strategy.broadcast(path.is_dir()):
             attachment.save(comm, path)
-        elif strategy.is_global_zero:
+        elif strategy.is_global_zero and not has_warned:
+            has_warned = True
             warn_user(
                 f"{path} is a single file without the communication state, so a run that resumes from it "
                 "starts its replicas in full precision. For a bit-exact resume use "

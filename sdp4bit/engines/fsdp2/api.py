@@ -56,9 +56,9 @@ Skip = Collection[str] | Callable[[str], bool] | None
 
 def quantize_communication(
     model: nn.Module | Sequence[nn.Module],
+    config: SDP4BitConfig | str | None = None,
     *,
     topology: TopologySpec = "auto",
-    config: SDP4BitConfig | str | None = None,
     skip: Skip = None,
 ) -> FSDPCommHandle:
     """Quantize the FSDP2 communication of a model; see `sdp4bit.quantize_communication`."""

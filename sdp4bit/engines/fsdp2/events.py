@@ -333,9 +333,9 @@ class FSDPModelState(ModelState):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise RuntimeError(
-                    f"fully_shard was called after sdp4bit.quantize_communication, so {', '.join(names[:3])}"
-                    f"{more} would be sent in full precision: call quantize_communication after the last "
-                    "fully_shard, with the root of the model. skip= leaves modules in full precision"
+                    f"sdp4bit.quantize_communication did not see the FSDP modules of {', '.join(names[:3])}"
+                    f"{more}, which would be sent in full precision: call it after the last fully_shard, "
+                    "with the root of the model. skip= leaves modules in full precision"
                 )
         if leader is None:
             self._agree([group])

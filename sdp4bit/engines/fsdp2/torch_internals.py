@@ -86,6 +86,7 @@ class Param(Protocol):
     _sharded_param_data: Tensor  # [n], this rank's padded shard in the dtype of the main weights
     _orig_size: torch.Size
     _module_info: ParamModuleInfo
+    _param_fqn: str | None  # below FSDP2's root, from the first forward on
 
 
 class ParamGroup(Protocol):

@@ -279,7 +279,9 @@ class FSDPView:
         return any(each.is_on_all_ranks and each.sharded.grad is not None for each in params)
 
     def _name_of(self, param: Param) -> str:
-        owner = self._module_names.get(id(param._module_info.module), "")
+        owner = self._module_names.get(id(param._module_info.module))
+        if owner is None:  # outside of the modules that were passed; FSDP2 names it from the first forward on
+            return clean_name(param._param_fqn or param._module_info.param_name)
         return clean_name(f"{owner}.{param._module_info.param_name}".lstrip("."))
 
     @cached_property

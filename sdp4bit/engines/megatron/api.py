@@ -32,8 +32,8 @@ from sdp4bit.warn import warn_user
 def quantize_communication(
     model_chunks: Sequence[Chunk],
     optimizer: Any,
-    *,
     config: SDP4BitConfig | str | None = None,
+    *,
     topology: TopologySpec = "auto",
 ) -> MegatronCommHandle:
     """Quantize the data-parallel communication of Megatron-Core from the next step on.

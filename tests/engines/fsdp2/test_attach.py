@@ -165,8 +165,18 @@ def test_groups_that_were_sharded_after_attaching_are_refused_and_named() -> Non
     fully_shard(model, mesh=toy.data_mesh(), mp_policy=toy.POLICY)
     tokens, _ = next(toy.batches())
     with pytest.raises(
-        RuntimeError, match=r"embed\.weight, position\.weight.* and 3 more would be sent in full"
+        RuntimeError, match=r"embed\.weight, position\.weight.* and 3 more, which would be sent in full"
     ):
+        model(tokens)
+    comm.remove()
+
+
+@on_ranks(2)
+def test_a_sharded_root_whose_blocks_alone_were_attached_is_refused() -> None:
+    model = toy.build()
+    comm = quantize_communication(list(model.blocks), topology=1)
+    tokens, _ = next(toy.batches())
+    with pytest.raises(RuntimeError, match=r"did not see the FSDP modules of embed\.weight"):
         model(tokens)
     comm.remove()
 
@@ -181,7 +191,7 @@ def test_a_block_that_was_sharded_after_attaching_is_refused_without_a_sharded_r
     for block in others:
         fully_shard(block, mesh=toy.data_mesh(), mp_policy=toy.POLICY)
     tokens, _ = next(toy.batches())
-    with pytest.raises(RuntimeError, match=r"so blocks\.1\.\S+, blocks\.1\.\S+ .*would be sent in full"):
+    with pytest.raises(RuntimeError, match=r"modules of blocks\.1\.\S+, blocks\.1\.\S+, .*sent in full"):
         model(tokens)
     comm.remove()
     assert len(quantize_communication(model, topology=1).groups) == len(model.blocks)
