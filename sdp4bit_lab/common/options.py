@@ -122,12 +122,16 @@ def format_help(settings: type, *, prog: str, description: str, shown: Sequence[
         title = "" if shown else each.section
         if title not in groups:
             groups[title] = parser.add_argument_group(f"{title.replace('_', ' ')} options".strip())
-        text = re.split(r"[.;:](?= |$)", each.text, maxsplit=1)[0] + "." if shown else each.text
+        text, value, flags = each.text, each.value, each.flags
+        if shown:
+            text = re.split(r"[.;:](?= |$)", text, maxsplit=1)[0]
+            # Long lists of choices would push every text to the right.
+            text += f": {value.strip('{}').replace(',', ', ')}." if value.startswith("{") else "."
+            value, flags = "NAME" if value.startswith("{") else value, flags[:1]
         text += f" (default: {each.default})" if each.default else ""
-        flags = each.flags[: 1 if shown else None]
         options: dict[str, Any] = {"action": "store_true"}
-        if each.value and not shown:
-            options = {"metavar": each.value if flags[0].startswith("-") else flags[0]}
+        if value:
+            options = {"metavar": value if flags[0].startswith("-") else flags[0]}
         groups[title].add_argument(*flags, help=text.replace("%", "%%"), **options)
     if shown:
         groups[""].add_argument("--help-all", action="store_true", help="Show all options.")

@@ -27,8 +27,8 @@ class CompareConfig:
     """Train the same model with several strategies and seeds."""
 
     strategies: str = "baseline,sdp4bit"
-    """Strategies, separated by commas: baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit-paper, sdp4bit,
-    sdp4bit-w3g3.5, sdp4bit-w2g3, sdp4bit-w2g2. Communication options for one strategy follow its name after
+    """Strategies, separated by commas (baseline, qw, qwd, ulq, tlq, tlq-hs, sdp4bit-paper, sdp4bit,
+    sdp4bit-w3g3.5, sdp4bit-w2g3, sdp4bit-w2g2). Communication options for one strategy follow its name after
     colons: tlq-hs:gq-group-size-inter=64."""
     seeds: str = "1"
     """Seeds, separated by commas. A seed sets initial weights, sample order and random rounding."""

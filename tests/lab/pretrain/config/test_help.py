@@ -61,6 +61,12 @@ def test_short_help_has_the_options_that_matter(capsys, name):
     assert sorted(flags) == sorted([options[field][0] for field in COMMANDS[name].shown] + ["--help-all"])
 
 
+def test_short_help_tells_switches_from_values_and_lists_choices(capsys):
+    text = " ".join(printed(capsys, "plan", "--help").split())
+    assert " --json Print" in text and " --nodes N Number of nodes. " in text
+    assert " --engine NAME Training engine: fsdp2, megatron. (default: fsdp2)" in text
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_long_help_has_every_option(capsys, name):
     text = printed(capsys, name, "--help-all")
