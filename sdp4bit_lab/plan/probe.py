@@ -219,7 +219,7 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
         link = links[level]
         slowest, fastest = (format_bytes(ranks * rate) for rate in link.spread)
         lines.append(
-            f"{name}: {format_bytes(ranks * link.bandwidth)}/s per direction ({slowest} to {fastest}/s in "
+            f"{name}: {format_bytes(ranks * link.bandwidth)}/s per direction ({slowest}/s to {fastest}/s in "
             f"{measured['rounds']} rounds), latency {1e6 * link.latency:.0f} us"
         )
     slowest, fastest = (
@@ -228,7 +228,7 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
     )
     lines.append(
         f"quantization ({measured['kernels']}): {format_bytes(result['quantization_bandwidth'])}/s read and "
-        f"written per rank ({slowest} to {fastest}/s)"
+        f"written per rank ({slowest}/s to {fastest}/s)"
     )
     if len(links) == 2 and links["intra"].bandwidth < links["inter"].bandwidth:
         lines.append(

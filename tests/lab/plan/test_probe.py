@@ -106,7 +106,7 @@ def test_the_spread_is_shown_and_a_node_that_is_slower_inside_is_pointed_out(int
     }
     ends = {"name": "somewhere", "nodes": 2, "devices_per_node": 4, "quantization_bandwidth": 1e9}
     text = " ".join(describe({**ends, "measured": measured}, out=Path("probe.json")).split())
-    assert "inter-node, per node: 400 MB/s per direction (200 MB to 400 MB/s in 5 rounds)" in text
+    assert "inter-node, per node: 400 MB/s per direction (200 MB/s to 400 MB/s in 5 rounds)" in text
     warning = "WARNING: a rank is slower inside its node (10 MB/s) than between nodes (100 MB/s)"
     assert (warning in text) == (intra_seconds > 1e-5)
 
