@@ -48,6 +48,7 @@ class CommHandle(ABC):
 
     _state: ModelState
     _engine: Engine
+    _sent: Sequence[str] = ("weights", "gradients")
     _hint = ""  # last line of `explain()`
 
     def __init__(self, state: ModelState, *, config: SDP4BitConfig, note: str = "") -> None:
@@ -146,10 +147,14 @@ class CommHandle(ABC):
             return f"{type(self).__name__}: removed"
         groups, stats = self.groups, self.stats()
         shapes = dict.fromkeys(g.layout.describe() for g in groups)
+        quantized = {
+            "weights": sum(g.replica is not None for g in groups),
+            "gradients": sum(bool(g.gradient_quantizers) for g in groups),
+        }
         text = (
-            f"{type(self).__name__}: {len(groups)} parameter groups on {', '.join(shapes) or 'no'} ranks "
-            f"(nodes x ranks per node); weights of {sum(g.replica is not None for g in groups)} and "
-            f"gradients of {sum(bool(g.gradient_quantizers) for g in groups)} are quantized"
+            f"{type(self).__name__}: {len(groups)} parameter group{'s' * (len(groups) != 1)} on "
+            f"{', '.join(shapes) or 'no'} ranks (nodes x ranks per node); "
+            f"{' and '.join(f'{part} of {quantized[part]}' for part in self._sent)} are quantized"
         )
         ratio, sent = stats["compression_ratio"], format_bytes(stats["last_step"]["inter_bytes"])
         return text if ratio is None else f"{text}; step {stats['steps']}: {sent} inter-node ({ratio:.2f}x)"

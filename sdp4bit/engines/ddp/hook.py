@@ -39,7 +39,10 @@ from sdp4bit.warn import warn_user
 
 FORMAT_VERSION = 1
 _QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NO_GRADIENTS = "no gradients yet: register_comm_hook(state, sdp4bit.ddp_comm_hook)"
+_NO_GRADIENTS = (
+    "no gradients yet: buckets show here after the first backward pass of a model with "
+    "register_comm_hook(state, sdp4bit.ddp_comm_hook)"
+)
 _NOT_SENT = "not sent: every rank has them all"
 
 
@@ -78,6 +81,7 @@ class DDPCommState(CommHandle):
     any size and rebuilt buckets are supported. A `Stateful` for torch.distributed.checkpoint.
     """
 
+    _sent = ("gradients",)
     _hint = "comm.time_steps(step) measures your steps with and without quantization."
 
     def __init__(
@@ -107,10 +111,15 @@ class DDPCommState(CommHandle):
         settings, failure = SDP4BitConfig(), None
         try:
             settings = as_config(config)
+            is_group = process_group is None or isinstance(process_group, ProcessGroup)
+            if not is_group and cast(object, process_group) is not dist.GroupMember.NON_GROUP_MEMBER:
+                raise TypeError(
+                    f"process_group={process_group!r} is no process group: pass settings as config="
+                )
         except (TypeError, ValueError) as caught:
             if not _has_group():
                 raise
-            failure = caught  # raising here would leave the other ranks waiting
+            failure, process_group = caught, None  # raising here would leave the other ranks waiting
         super().__init__(ModelState([], telemetry=settings.telemetry), config=settings, note=_NO_GRADIENTS)
         self._undo.callback(self._end)
         if settings.alerts is not None:
@@ -367,4 +376,9 @@ def ddp_comm_hook(state: DDPCommState, bucket: dist.GradBucket) -> Future[Tensor
     Returns:
         A future of the bucket's gradients [n], averaged in place.
     """
+    if not isinstance(state, DDPCommState):
+        raise TypeError(
+            f"sdp4bit.ddp_comm_hook was registered with {type(state).__name__} as its state: use "
+            "model.register_comm_hook(sdp4bit.DDPCommState(), sdp4bit.ddp_comm_hook)"
+        )
     return state.average(bucket)

@@ -300,7 +300,7 @@ def test_pairs_of_ranks_train_a_model_each_and_errors_are_the_same_on_all_ranks(
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
     outside = sdp4bit.DDPCommState(pairs[0], topology=1).explain(full=True)
-    assert outside.endswith("no gradients yet: register_comm_hook(state, sdp4bit.ddp_comm_hook)")
+    assert flat(outside).endswith("with register_comm_hook(state, sdp4bit.ddp_comm_hook)")
     torch.manual_seed(0)
     model = DistributedDataParallel(ToyGPT(), process_group=mine)
     state = sdp4bit.DDPCommState(mine, topology=1, config=SDP4BitConfig(gradients=ALL))
@@ -408,6 +408,29 @@ def test_a_state_made_before_the_process_group_agrees_at_the_first_backward() ->
     run.model.register_comm_hook(early, sdp4bit.ddp_comm_hook)
     with pytest.raises(ValueError, match=r"different settings(.|\n)*topology: 1 \[rank 0\], 2 \[rank 1\]"):
         run.backward()
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_named_on_all_ranks() -> None:
+    """Settings in the place of the group, also on one rank only; None, which torch's own hooks take."""
+    for given in ("sdp4bit-w3g3.5", None if dist.get_rank() == 0 else ALL):
+        with pytest.raises(
+            TypeError, match=r"process_group=.* is no process group: pass settings as config="
+        ):
+            sdp4bit.DDPCommState(given, topology=1)  # type: ignore[arg-type]
+    run = DDPRun(None)
+    run.model.register_comm_hook(None, sdp4bit.ddp_comm_hook)
+    with pytest.raises(TypeError, match=r"registered with NoneType as its state: .*DDPCommState\(\)"):
+        run.backward()
+
+
+@on_ranks(2)
+def test_a_handle_describes_gradients_only() -> None:
+    run = DDPRun(ALL).train(1)
+    described = str(run.state)
+    assert ": 1 parameter group on 2 x 1 ranks (" in described
+    assert "; gradients of " in described
+    assert "weights" not in described
 
 
 @on_ranks(2)
