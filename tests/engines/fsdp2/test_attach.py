@@ -5,6 +5,8 @@ Layer: gloo, up to 4 processes.
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, quantize_communication
+from sdp4bit.engines import agreement
 from sdp4bit.quantization import random
 from tests import toy
 from tests.ranks import on_ranks, run_ranks
@@ -195,3 +198,25 @@ def test_a_block_that_was_sharded_after_attaching_is_refused_without_a_sharded_r
         model(tokens)
     comm.remove()
     assert len(quantize_communication(model, topology=1).groups) == len(model.blocks)
+
+
+@on_ranks(3)
+def test_ranks_that_have_not_called_are_named_by_the_first_that_has() -> None:
+    """Rank 1 comes late; the others wait for it without an error."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sdp4bit").addHandler(handler)
+    model = toy.build()
+    with mock.patch.object(agreement, "_PATIENCE", 1.0):
+        if dist.get_rank() == 1:
+            time.sleep(2)
+        quantize_communication(model, topology=1).remove()
+        quantize_communication(model, topology=1).remove()  # all are in time
+    all_records: list[list[str]] = [[]] * 3
+    dist.all_gather_object(all_records, records)
+    ((first,), *others) = all_records
+    assert first.startswith("sdp4bit.quantize_communication: rank 0 has waited 1 s for rank 1 to call it"), (
+        first
+    )
+    assert others == [[], []]
