@@ -57,9 +57,10 @@ def roll(reduced: Tensor, own: Tensor, group: Any) -> None:
     reduced.copy_(reduced.roll(1))
 
 
+FIRST_ROW = "rank 0's row everywhere"
 GRADIENTS: dict[str, Callable[[Tensor, Tensor, Any], None]] = {
     "the rank's own row only": keep_own,
-    "rank 0's row everywhere": take_first_rank,
+    FIRST_ROW: take_first_rank,
     "+100 % noise": add_noise,
     "times 4": scale,
     "rolled by one value": roll,
