@@ -184,7 +184,7 @@ class CommHandle(ABC):
             "last_step", "total": bytes this rank sent inside its node ("intra_bytes") and to other nodes
             ("inter_bytes"), the padding in both, and the number of collectives.
             "compression_ratio": bytes between nodes without sdp4bit over those with it, in the last step;
-            None before the first.
+            None before the first. "total_compression_ratio": since attaching, full refreshes included.
             "full_refreshes": refreshes in full precision, summed over groups; the first one of a group does
             not count. `group_stats()` and the logger "sdp4bit" (level INFO) give their reasons.
             "sampled_step": the last measured step, None before the first. Every `TelemetryConfig.interval`
@@ -204,14 +204,15 @@ class CommHandle(ABC):
 
         Returns:
             "sdp4bit/inter_bytes", "sdp4bit/intra_bytes", "sdp4bit/compression_ratio": of the last step.
-            "sdp4bit/full_refreshes": total so far.
+            "sdp4bit/total_compression_ratio", "sdp4bit/full_refreshes": so far.
             "sdp4bit/weight_drift", "sdp4bit/weight_error", "sdp4bit/gradient_error": of the last measured
             step, if any. Empty before the first step.
         """
         stats: Mapping[str, Any] = self.stats()
         if not stats["last_step"]["collectives"]:
             return {}
-        names = ("compression_ratio", "full_refreshes", "weight_drift", "weight_error", "gradient_error")
+        ratios = ("compression_ratio", "total_compression_ratio")
+        names = (*ratios, "full_refreshes", "weight_drift", "weight_error", "gradient_error")
         values = {**stats["last_step"], **{name: stats[name] for name in names}}
         logged = ("inter_bytes", "intra_bytes", *names)
         return {f"sdp4bit/{name}": float(values[name]) for name in logged if values[name] is not None}

@@ -32,6 +32,7 @@ class Stats(Measures):
     last_step: dict[str, int]
     total: dict[str, int]
     compression_ratio: float | None
+    total_compression_ratio: float | None
     full_refreshes: int
     sampled_step: int | None
 
@@ -152,6 +153,7 @@ class ModelState:
             "last_step": self._reported(last),
             "total": self._reported(total),
             "compression_ratio": last.compression_ratio if steps else None,
+            "total_compression_ratio": total.compression_ratio if steps else None,
             "full_refreshes": sum(group.full_refreshes for group in self.groups),
             "sampled_step": self.telemetry.step,
             **total_measures(self.telemetry.squares),

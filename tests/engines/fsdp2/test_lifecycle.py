@@ -241,6 +241,7 @@ def test_reports_add_up() -> None:
         "last_step": nothing,
         "total": nothing,
         "compression_ratio": None,
+        "total_compression_ratio": None,
         "full_refreshes": 0,
         "sampled_step": None,
         "weight_drift": None,
@@ -264,11 +265,12 @@ def test_reports_add_up() -> None:
     assert header.split()[0] == "group" and set(rule) == {"-"}
     assert max(map(len, [header, rule, *lines])) <= 80
 
-    steps = []
+    steps, plain_bytes = [], 0.0
     for _ in range(2):
         run.train(1)
         reported, table = comm.stats(), comm.explain(full=True)
         steps.append(reported["last_step"])
+        plain_bytes += reported["compression_ratio"] * steps[-1]["inter_bytes"]
         *_, total, hint = [line for line in table.splitlines() if not line.startswith(" ")]
         numbers = [int(cell.replace(",", "")) for cell in total.split()[-2:]]
         assert hint.startswith("comm.time_steps(step) measures")
@@ -278,11 +280,15 @@ def test_reports_add_up() -> None:
         assert reported["total"][name] == pytest.approx(sum(step[name] for step in steps), abs=2)
     measured = comm.measure()
     assert 0 < measured["weight_drift"] < 0.1 and measured["gradient_error"] is None  # step 10 has not come
-    assert 2 < reported["compression_ratio"] < 16
+    assert 2 < reported["total_compression_ratio"] < reported["compression_ratio"] < 16
+    assert reported["total_compression_ratio"] == pytest.approx(
+        plain_bytes / reported["total"]["inter_bytes"]
+    )
     assert comm.log_values() == {
         "sdp4bit/inter_bytes": float(reported["last_step"]["inter_bytes"]),
         "sdp4bit/intra_bytes": float(reported["last_step"]["intra_bytes"]),
         "sdp4bit/compression_ratio": reported["compression_ratio"],
+        "sdp4bit/total_compression_ratio": reported["total_compression_ratio"],
         "sdp4bit/full_refreshes": float(reported["full_refreshes"]),
     }
     sent = format_bytes(reported["last_step"]["inter_bytes"])
