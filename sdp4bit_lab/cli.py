@@ -343,7 +343,14 @@ def _main(arguments: Sequence[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
         raise SettingError(f"{arguments[0]!r} is not a command: {hint}")
     command = COMMANDS[arguments[0]]
-    return command.run(command.parse(arguments[1:]))
+    settings = command.parse(arguments[1:])
+
+    from sdp4bit_lab.common.phases import end_phases
+
+    try:
+        return command.run(settings)
+    finally:
+        end_phases()
 
 
 def _overview() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +43,20 @@ def test_the_first_rank_repeats_a_phase_until_the_next_one(rank: int) -> None:
     assert still and set(still) == {"sdp4bit: 70 s: still first"}
     assert second == "sdp4bit: 70 s: second"
     assert long and set(long) == {"sdp4bit: 70 s: still long"}
+
+
+COMMAND = """
+import sys, time
+from sdp4bit_lab import cli
+from sdp4bit_lab.common import phases
+phases._INTERVAL = 0.2
+assert cli.main(["export", "--load", sys.argv[1], "--out", sys.argv[1] + "/out"]) == 2
+time.sleep(0.7)
+"""
+
+
+def test_a_command_that_has_ended_repeats_no_phase(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COMMAND, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    first, *_, last = done.stderr.splitlines()
+    assert "reading " in first and last.startswith("sdp4bit: error: ")
