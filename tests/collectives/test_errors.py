@@ -68,7 +68,8 @@ NAMES = {
     "sdp4bit": r"(agreement on changed weights|(quantized|full-precision|replica) "
     r"(weight all-gather|gradient reduce-scatter) of [^\s,]+)"
     r"(, (all-to-all )?(inside the node|between nodes))?",
-    "baseline": r"full-precision (weight all-gather|gradient reduce-scatter) of \S+",
+    "baseline": r"(agreement on changed weights|"
+    r"full-precision (weight all-gather|gradient reduce-scatter) of \S+)",
 }
 
 

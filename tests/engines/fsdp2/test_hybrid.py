@@ -284,7 +284,7 @@ def check_settings() -> None:
     bypassed = HybridRun(GRADIENTS)
     info = bypassed.comm.groups[1].view._group.mesh_info
     info.replicate_process_group = bypassed.replicas
-    with first_rank_warns(r"not over replicas since \(blocks\.0\)"):
+    with first_rank_warns(r"not over the replicate dimension since \(blocks\.0\)"):
         bypassed.train(1)
 
     # A block is quantized over its shards and over replicas, the root's halves are too short for the latter.

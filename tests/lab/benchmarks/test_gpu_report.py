@@ -71,7 +71,7 @@ def test_all_parts_on_a_cpu(tmp_path: Path) -> None:
     done = _report("try", out=tmp_path)
     report = json.loads((tmp_path / "try" / "report.json").read_text())
     results = {name: part["result"] for name, part in report["parts"].items()}
-    assert results.pop("tests") == "skipped"
+    assert results.pop("tests") == "passed"  # two of them need no device
     assert set(results.values()) == {"passed"}, done.stdout
     files = {path.stem for path in (tmp_path / "try").glob("*.json")}
     assert files == {"report", *results}

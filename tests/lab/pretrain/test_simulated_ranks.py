@@ -208,7 +208,10 @@ def test_a_real_run_continues_a_simulated_one_and_the_other_way_round(text: Path
     real = small(text, tmp_path, checkpoint=CheckpointConfig(save=tmp_path / "real", save_interval=4))
     alone = ParallelConfig(simulated_ranks=2, ranks_per_node=2)
     saved_alone = CheckpointConfig(save=tmp_path / "simulated", save_interval=4)
-    (results,) = run_ranks(train_here, 1, replace(real, parallel=alone, checkpoint=saved_alone))
+    simulating = replace(real.logging, out=tmp_path / "simulating")
+    (results,) = run_ranks(
+        train_here, 1, replace(real, parallel=alone, checkpoint=saved_alone, logging=simulating)
+    )
     expected = results[0].steps[4].loss
     run_ranks(train_here, 2, real)
     moves = (
@@ -216,10 +219,11 @@ def test_a_real_run_continues_a_simulated_one_and_the_other_way_round(text: Path
         ("simulated", 1, replace(alone, simulated_ranks=4), 1, r"world size 1 \(2 simulated ranks"),
         ("real", 1, alone, 2, "saved with world size 2"),
     )
-    for source, processes, parallel, accumulation, message in moves:
+    for number, (source, processes, parallel, accumulation, message) in enumerate(moves):
         moved = replace(
             real,
             parallel=parallel,
+            logging=replace(real.logging, out=tmp_path / f"moved-{number}"),
             training=replace(real.training, accumulation=accumulation),
             checkpoint=CheckpointConfig(load=tmp_path / source / "step-00000004"),
         )

@@ -115,5 +115,5 @@ def test_a_real_run_is_shown(text, tmp_path):
     config = replace(config, training=replace(config.training, steps=2))
     ((result,), _) = run_ranks(train_here, 2, config)
     page = write_report(ReportConfig(runs=(tmp_path / "run",), out=tmp_path / "report.html")).read_text()
-    for cell in (f"{result.validation_loss:.4f}", f"{result.train_loss:.4f}", "2 of 2", "2, 2 per node"):
+    for cell in (f"{result.validation_loss:.4f}", f"{result.train_loss:.4f}", "2 of 2", "2\n2 per node"):
         assert f"<td>{cell}</td>" in page
