@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -57,10 +59,38 @@ def create_host_group(*, purpose: str) -> ProcessGroup | None:
 def _connected_on_use(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_default_device(lazy_init=True)]
-    options._threads = 2
+    # As torch does for groups that it creates itself; it ignores the variable for a device of ours.
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
+    if not devices and (address := _address_towards_master()):
+        devices = [gloo.create_device(hostname=address, lazy_init=True)]
+    options._devices = devices or [gloo.create_default_device(lazy_init=True)]
+    options._threads = 2 * len(options._devices)
     options._timeout = timeout
     return gloo(store, rank, size, options)
+
+
+def _address_towards_master() -> str | None:
+    """Return this host's address towards MASTER_ADDR if its own name is unknown or of the loopback.
+
+    gloo announces the address of the host's name. Debian's /etc/hosts maps it to 127.0.1.1, and containers
+    may not know it; other hosts cannot connect then. NCCL does not use the name, so jobs run until here.
+    """
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        if not all(str(entry[4][0]).startswith(("127.", "::1")) for entry in found):
+            return None
+    except OSError:
+        pass
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing: the kernel chooses the route
+            return str(probe.getsockname()[0])
+    except (KeyError, OSError):
+        return None
 
 
 class Hop(NamedTuple):

@@ -6,6 +6,8 @@ Layer: the plan of hops for many sizes, and real processes over gloo.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import defaultdict, deque
 from unittest import mock
 
@@ -13,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.cluster_network import Network, reason_to_skip
 from sdp4bit.collectives.host import all_reduce_on_host, create_host_group, hops_of
+from tests import ROOT
 from tests.ranks import run_ranks
 
 MAX, SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM
@@ -85,3 +89,41 @@ def opened() -> int:
 def test_a_host_group_connects_only_the_ranks_that_exchange_something() -> None:
     """Gloo would connect each rank to seven others, with two files each, when the group is made."""
     assert max(run_ranks(opened, 8)) <= 3
+
+
+ON_A_NODE = """
+import os, sys, torch
+from datetime import timedelta
+from torch.distributed import TCPStore
+from sdp4bit.collectives.host import _connected_on_use
+rank, limit = int(sys.argv[1]), timedelta(seconds=20)
+store = TCPStore(os.environ["MASTER_ADDR"], 29511, 2, rank == 0, limit)
+group, values = _connected_on_use(store, rank, 2, limit), torch.ones(1)
+group.allreduce([values]).wait()
+assert values.item() == 2
+"""
+
+
+@pytest.mark.parametrize("interface", ["eth0", None], ids=["named", "route"])
+def test_hosts_connect_although_their_own_names_lead_nowhere(interface: str | None) -> None:
+    """Two network namespaces whose host names are unknown, like those of containers."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    with Network(2) as network:
+        environment = {**os.environ, "MASTER_ADDR": network.address(0), "PYTHONPATH": str(ROOT)}
+        environment.pop("GLOO_SOCKET_IFNAME", None)
+        if interface is not None:
+            environment["GLOO_SOCKET_IFNAME"] = interface
+        nameless = 'echo unknown > /proc/sys/kernel/hostname && exec "$@"'
+        ranks = [
+            network.start(
+                rank,
+                ["unshare", "--uts", "sh", "-c", nameless, "sh", sys.executable, "-c", ON_A_NODE, str(rank)],
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], errors
