@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -270,16 +270,19 @@ def _probe(config: ProbeConfig) -> int:
 def _selftest(config: SelftestConfig) -> int:
     """Check that the library works on these machines, and whether it is faster there. Compares kernels with
     the reference, collectives on the real network with a simulation, and a short training run with plain
-    FSDP2. Needs torchrun or --nproc-per-node, or --ranks-as-threads on a single GPU; one rank checks the
+    FSDP2. Needs torchrun or --nproc-per-node, or --share-gpu on a single GPU; one rank checks the
     kernels only."""
     if config.device == "cpu":
         # Before torch.cuda is first queried, because visible GPUs would select NCCL.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if config.ranks_as_threads is not None:
-        from sdp4bit_lab.selftest.command import selftest_on_threads
+    program = "sdp4bit_lab.selftest.command:selftest"
+    if config.share_gpu is None:
+        return _run_on_ranks(program, config, config.parallel, leaves_early=False)
+    from sdp4bit_lab.selftest.sharing import shared_gpu
 
-        return selftest_on_threads(config, size=config.ranks_as_threads)
-    return _run_on_ranks("sdp4bit_lab.selftest.command:selftest", config, config.parallel, leaves_early=False)
+    with shared_gpu(config) as variables:
+        parallel = replace(config.parallel, nproc_per_node=config.share_gpu)
+        return _run_on_ranks(program, config, parallel, leaves_early=False, variables=variables)
 
 
 @_command(

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks
 from sdp4bit_lab.selftest.config import SelftestConfig
@@ -35,7 +34,7 @@ class CheckSkippedError(Exception):
 
 ONE_RANK = (
     "one rank sends nothing: start several with torchrun or --nproc-per-node, or on one GPU with "
-    "--ranks-as-threads 8"
+    "--share-gpu 4"
 )
 """Reason for skipping a check that needs several ranks."""
 
@@ -54,16 +53,6 @@ class Context:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
-
-    @property
-    def are_threads(self) -> bool:
-        """Whether the ranks are threads of one process."""
-        return self.config.ranks_as_threads is not None
-
-    def meet(self) -> None:
-        """Wait for the other ranks before a change of state that ranks share if they are threads."""
-        if self.are_threads:
-            dist.barrier()
 
     def say(self, line: str) -> None:
         """Print progress on rank 0."""
@@ -162,12 +151,13 @@ def _run(name: str, check: Check, context: Context) -> Outcome:
 def command_to_repeat(name: str, context: Context) -> str:
     """Return the command that repeats one check on as many ranks."""
     config, ranks = context.config, context.ranks
-    alone = ranks.world_size == 1 or context.are_threads
+    alone = ranks.world_size == 1 or config.share_gpu is not None
     command = "python" if alone else f"torchrun --nproc-per-node {ranks.local_world_size}"
     nodes = ranks.world_size // ranks.local_world_size
     command += f" --nnodes {nodes} --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
     command += f" -m sdp4bit_lab selftest --only {name} --seed {config.seed}"
     command += f" --device {config.device}" if config.device != "auto" else ""
-    command += f" --ranks-as-threads {ranks.world_size}" if context.are_threads else ""
+    command += f" --share-gpu {config.share_gpu}" if config.share_gpu is not None else ""
+    command += f" --mps {config.mps}" if config.mps != "auto" else ""
     per_node = config.parallel.ranks_per_node
     return command if per_node is None else f"{command} --ranks-per-node {per_node}"

@@ -9,29 +9,29 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-import torch
-
-from sdp4bit_lab.common import failures
-from sdp4bit_lab.common.files import note, write_atomically
+from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0
 from sdp4bit_lab.common.settings import EXIT_FAILED
 from sdp4bit_lab.selftest.check import Check, Context, Outcome, run_checks
+from sdp4bit_lab.selftest.collectives import check_collectives
 from sdp4bit_lab.selftest.config import CheckName, SelftestConfig
 from sdp4bit_lab.selftest.exchanges import check_exchanges
 from sdp4bit_lab.selftest.facts import check_facts
 from sdp4bit_lab.selftest.kernels import check_kernels
 from sdp4bit_lab.selftest.recommendation import check_recommendation
 from sdp4bit_lab.selftest.streams import check_streams
-from sdp4bit_lab.selftest.training import check_training
+from sdp4bit_lab.selftest.training import check_removal, check_training
 
 FORMAT = "sdp4bit-selftest-1"
 _WIDTH = 79
 _CHECKS: dict[CheckName, Check] = {
     "facts": check_facts,
     "kernels": check_kernels,
+    "collectives": check_collectives,
     "exchanges": check_exchanges,
     "streams": check_streams,
     "training": check_training,
+    "removal": check_removal,
     "recommendation": check_recommendation,
 }
 
@@ -59,29 +59,6 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
     if failed:
         sys.exit(EXIT_FAILED)
     return result
-
-
-def selftest_on_threads(config: SelftestConfig, *, size: int) -> int:
-    """Run the checks on ranks that are threads of this process; return the exit code."""
-    # Here, because it imports torch's own test helpers.
-    from sdp4bit_lab.selftest.threads import run_on_threads
-
-    try:
-        run_on_threads(
-            lambda ranks: selftest(config, ranks=ranks),
-            size=size,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            timeout=config.parallel.timeout,
-        )
-    except SystemExit as ended:
-        return EXIT_FAILED if ended.code else 0
-    except Exception as error:
-        if (ending := failures.outcome(error)) is None:
-            raise
-        line, code = ending
-        note(f"error: {line}")
-        return code
-    return 0
 
 
 def _result(outcomes: Sequence[Outcome]) -> str:

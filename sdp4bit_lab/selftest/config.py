@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from sdp4bit_lab.common.launch.config import RanksConfig
+from sdp4bit_lab.common.launch.shared_gpu import MPSMode
 from sdp4bit_lab.common.settings import SettingError, option, require_at_least
 
-CheckName = Literal["facts", "kernels", "exchanges", "streams", "training", "recommendation"]
+CheckName = Literal[
+    "facts", "kernels", "collectives", "exchanges", "streams", "training", "removal", "recommendation"
+]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)
 _TIMEOUT_MINUTES = 2.0
 
@@ -25,8 +28,10 @@ class SelftestConfig:
     """Device to test; auto uses GPUs if available."""
     only: str = ",".join(CHECKS)
     """Checks to run, separated by commas."""
-    ranks_as_threads: int | None = None
-    """Ranks to run as threads of this process. They share one GPU, which the ranks of NCCL cannot."""
+    share_gpu: int | None = None
+    """Ranks to start on one GPU, over NCCL. With `--device cpu`, over gloo."""
+    mps: MPSMode = "auto"
+    """NVIDIA's Multi-Process Service for `--share-gpu`; auto uses it if it is installed."""
     seed: int = 0
     """Seed of all random values and delays."""
     steps: int = 20
@@ -40,14 +45,14 @@ class SelftestConfig:
     def __post_init__(self) -> None:
         require_at_least(1, self, "steps", "delays")
         require_at_least(0, self, "seed")
-        require_at_least(2, self, "ranks_as_threads")
-        if self.ranks_as_threads is not None:
+        require_at_least(2, self, "share_gpu")
+        if self.share_gpu is not None:
             if self.parallel.nproc_per_node is not None or "RANK" in os.environ:
                 raise SettingError(
-                    f"--ranks-as-threads {self.ranks_as_threads} starts all ranks in this process: use it "
-                    "without --nproc-per-node and torchrun"
+                    f"--share-gpu {self.share_gpu} starts all ranks itself: use it without "
+                    "--nproc-per-node and torchrun"
                 )
-            self.parallel.check_world(self.ranks_as_threads)
+            self.parallel.check_world(self.share_gpu)
         _ = self.checks
 
     @property

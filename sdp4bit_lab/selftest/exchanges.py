@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +13,21 @@ from torch import Tensor
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.topology import Topology, create_topology, destroy_topology
+from sdp4bit.collectives.topology import Nodes, Topology, create_topology, destroy_topology
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
+from sdp4bit.traffic import TrafficCounter
 from sdp4bit_lab.selftest.check import ONE_RANK, CheckFailedError, CheckSkippedError, Context
 from sdp4bit_lab.simulated.collectives import (
     SimulatedAllReduce,
     SimulatedReduceScatter,
     SimulatedReplica,
+    simulated_layout,
 )
 
 _NUMELS = (1, 1000, 4096 + 33)
 _CALLS = 2
+_BUCKET = 3
 GRADIENTS = {
     "default": GradientConfig(min_numel=0),
     "no transform, nearest": GradientConfig(
@@ -48,9 +52,12 @@ def check_exchanges(context: Context) -> dict[str, Any]:
     size = context.ranks.world_size
     if size == 1:
         raise CheckSkippedError(ONE_RANK)
-    layouts = {}
     specs: list[int | tuple[int, int]] = [each for each in range(1, size + 1) if size % each == 0]
     specs += [(size // 4, 2)] if size % 4 == 0 else []  # two blocks of two nodes
+    if context.is_cuda:
+        context.say("      compiling kernels, each rank a part of them")
+        _compile_kernels(context, specs)
+    layouts = {}
     for spec in specs:
         topology = create_topology(spec)
         name = topology.layout.describe()
@@ -65,6 +72,28 @@ def check_exchanges(context: Context) -> dict[str, Any]:
     return {"layouts": layouts}
 
 
+def _compile_kernels(context: Context, specs: Sequence[int | tuple[int, int]]) -> None:
+    """Simulate this rank's share of the exchanges, so that Triton's cache has their kernels.
+
+    There are some 180 variants of 1 to 3 s. Exchanges alone would make all ranks compile the same variant at
+    the same time, one after another.
+    """
+    size = context.ranks.world_size
+    cases: list[tuple[Nodes, GradientConfig | WeightConfig]] = []
+    for spec in specs:
+        per_node, per_block = spec if isinstance(spec, tuple) else (spec, None)
+        layout = simulated_layout(size, ranks_per_node=per_node, nodes_per_block=per_block)
+        cases += [(layout, config) for config in GRADIENTS.values()]
+        cases += [(layout, config) for config in WEIGHTS.values() if layout.blocks == 1]
+    for (layout, config), numel in itertools.product(cases[context.ranks.rank :: size], _NUMELS):
+        rows = _values(context, size, size, numel, seed=0)
+        if isinstance(config, WeightConfig):
+            deque(_simulate_weights(layout, config, [rows[:, 0].bfloat16()] * 2), maxlen=0)
+        else:
+            _simulate_gradients(layout, config, rows, seed=0, call=0)
+    context.synchronize()
+
+
 def _values(context: Context, *shape: int, seed: int) -> Tensor:
     """Return values of several magnitudes, identical on all ranks."""
     generator = torch.Generator().manual_seed(1000 * context.config.seed + seed)
@@ -72,53 +101,73 @@ def _values(context: Context, *shape: int, seed: int) -> Tensor:
     return (torch.randn(shape, generator=generator) * scales).to(context.device)
 
 
+def _simulate_gradients(
+    layout: Nodes, config: GradientConfig, rows: Tensor, *, seed: int, call: int
+) -> tuple[list[Tensor], Tensor]:
+    """Return every rank's row of a reduce-scatter, and the all-reduce of all ranks' first rows.
+
+    Args:
+        rows: [ranks, rows, numel], the values that each rank contributes.
+    """
+    shared: dict[str, Any] = {"config": config, "seed": seed, "bucket": _BUCKET, "scratch": Scratch()}
+    scatter = SimulatedReduceScatter(layout, traffic=TrafficCounter(layout), **shared)
+    for contributed in rows:
+        scatter.add(contributed.clone(), call=call)
+    rows_of_ranks: list[Tensor] = []
+    # The row buffer is reused for the next rank.
+    scatter.finish(lambda _, row: rows_of_ranks.append(row.clone()))
+    reduced = SimulatedAllReduce(layout, **shared | {"scratch": Scratch()})(list(rows[:, 0]), call=call)
+    return rows_of_ranks, reduced
+
+
+def _simulate_weights(layout: Nodes, config: WeightConfig, mains: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the weights after a refresh in full precision, then after one refresh for each further `main`.
+
+    Args:
+        mains: [ranks, numel] each, in bf16.
+    """
+    replica = SimulatedReplica(layout, scratch=Scratch(), config=config, traffic=TrafficCounter(layout))
+    weights = torch.empty_like(mains[0])
+    replica.refresh_fully(mains[0], weights)
+    yield weights
+    for main in mains[1:]:
+        replica.refresh(main, weights)
+        yield weights
+
+
 def _check_gradients(context: Context, topology: Topology, layout: str) -> Iterator[CheckFailedError | None]:
-    size, rank = context.ranks.world_size, context.ranks.rank
+    size, rank, seed = context.ranks.world_size, context.ranks.rank, context.config.seed
     for (name, config), numel in itertools.product(GRADIENTS.items(), _NUMELS):
-        shared: dict[str, Any] = {"config": config, "seed": context.config.seed, "bucket": 3}
+        shared: dict[str, Any] = {"config": config, "seed": seed, "bucket": _BUCKET}
         scatter = QuantizedReduceScatter(topology, **shared)
-        simulated_scatter = SimulatedReduceScatter(
-            topology.layout, traffic=topology.counter(), scratch=Scratch(), **shared
-        )
         reduce = QuantizedAllReduce(topology, **shared)
-        simulated_reduce = SimulatedAllReduce(topology.layout, scratch=Scratch(), **shared)
         for call in range(_CALLS):
             case = f"{name}, rows of {numel}, {layout}, call {call}"
             rows = _values(context, size, size, numel, seed=numel + call)
+            expected, reduced = _simulate_gradients(topology.layout, config, rows, seed=seed, call=call)
             output = torch.full((numel,), float("nan"), device=context.device)
             scatter(output, rows[rank].reshape(-1).clone(), call=call)
-            for peer in range(size):
-                simulated_scatter.add(rows[peer].clone(), call=call)
-            rows_of_ranks: list[Tensor] = []
-            # The row buffer is reused for the next rank.
-            simulated_scatter.finish(lambda _, row: rows_of_ranks.append(row.clone()))  # noqa: B023
-            yield _compare(output, rows_of_ranks[rank], f"gradients, {case}")
+            yield _compare(output, expected[rank], f"gradients, {case}")
 
-            values = rows[:, 0]
-            output = values[rank].clone()
+            output = rows[rank, 0].clone()
             reduce(output, call=call)
-            yield _compare(output, simulated_reduce(list(values), call=call), f"all-reduce, {case}")
+            yield _compare(output, reduced, f"all-reduce, {case}")
 
 
 def _check_weights(context: Context, topology: Topology, layout: str) -> Iterator[CheckFailedError | None]:
     size, rank = context.ranks.world_size, context.ranks.rank
     for (name, config), numel in itertools.product(WEIGHTS.items(), _NUMELS):
-        shared: dict[str, Any] = {"config": config, "traffic": topology.counter()}
-        real = WeightReplica(topology, scratch=Scratch(), **shared)
-        simulated = SimulatedReplica(topology.layout, scratch=Scratch(), **shared)
-        main = _values(context, size, numel, seed=numel).bfloat16()
-        expected = torch.empty_like(main)
-        real.start_full_refresh(main[rank].clone())
-        real.wait()
-        simulated.refresh_fully(main, expected)
+        mains = [_values(context, size, numel, seed=numel).bfloat16()]
         for call in range(_CALLS):
-            main = main + 0.01 * _values(context, size, numel, seed=numel + 7 + call).bfloat16()
-            real.start_quantized_refresh(main[rank].clone())
+            mains.append(mains[-1] + 0.01 * _values(context, size, numel, seed=numel + 7 + call).bfloat16())
+        real = WeightReplica(topology, scratch=Scratch(), config=config, traffic=topology.counter())
+        for call, expected in enumerate(_simulate_weights(topology.layout, config, mains)):
+            start = real.start_quantized_refresh if call else real.start_full_refresh
+            start(mains[call][rank].clone())
             real.wait()
-            simulated.refresh(main, expected)
-            gathered = torch.full((size * numel,), float("nan"), dtype=main.dtype, device=main.device)
+            gathered = torch.full((size * numel,), float("nan"), dtype=expected.dtype, device=context.device)
             real.gather(gathered)
-            case = f"weights, {name}, rows of {numel}, {layout}, call {call}"
+            case = f"weights, {name}, rows of {numel}, {layout}, refresh {call}"
             yield _compare(gathered.view(size, numel), expected, case)
 
 

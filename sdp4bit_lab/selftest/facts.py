@@ -51,7 +51,7 @@ def check_facts(context: Context) -> dict[str, Any]:
     world: Any = dist.group.WORLD
     backend, backend_class = (
         dist.get_backend(),
-        type(world if context.are_threads else world._get_backend(device)).__name__,
+        type(world._get_backend(device)).__name__,
     )
     hosts = len({rank["host"] for rank in ranks})
     context.say(
@@ -84,7 +84,7 @@ def warnings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     used = Counter(rank["device_uuid"] for rank in ranks if rank["device_uuid"])
     if used and max(used.values()) > 1:
         count = max(used.values())
-        yield f"{count} ranks share a GPU: times mean little, and NCCL fails unless they are threads"
+        yield f"{count} ranks share a GPU: they share its time and memory, and NCCL uses sockets"
     if is_cuda and any(rank["environment"].get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" for rank in ranks):
         yield (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 serializes kernels and collectives: unset it for FSDP2; "

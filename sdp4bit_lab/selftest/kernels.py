@@ -19,7 +19,7 @@ def check_kernels(context: Context) -> dict[str, Any]:
         raise CheckSkippedError("only the reference back end is available")
     progress = Progress(lambda text: context.say(f"      {text}"))
     # Ranks that are threads share the device: each compares a part of the calls.
-    first, step = (context.ranks.rank, context.ranks.world_size) if context.are_threads else (0, 1)
+    first, step = (context.ranks.rank, context.ranks.world_size) if context.config.share_gpu else (0, 1)
     for case in itertools.islice(all_cases(), first, None, step):
         found = difference(case.operator, case.first, backend="auto", device=context.device, **case.named)
         if found is not None:
@@ -27,6 +27,8 @@ def check_kernels(context: Context) -> dict[str, Any]:
             raise CheckFailedError(message, case=str(case))
         compared += 1
         progress(f"{compared} calls compared")
-    compared = sum(gather_over_ranks(compared, what="compared calls")) if context.are_threads else compared
+    compared = (
+        sum(gather_over_ranks(compared, what="compared calls")) if context.config.share_gpu else compared
+    )
     context.say(f"      {compared} calls of {backend} kernels equal the reference, byte for byte")
     return {"backend": backend, "compared": compared}

@@ -33,8 +33,8 @@ def check_recommendation(context: Context) -> dict[str, Any]:
     """
     if context.ranks.world_size == 1:
         raise CheckSkippedError("one rank sends nothing")
-    if context.are_threads:
-        raise CheckSkippedError("threads send nothing over links")
+    if context.config.share_gpu is not None and context.is_cuda:
+        raise CheckSkippedError("ranks that share a GPU have no links of their own")
     parallel = context.config.parallel
     probed = measure(
         ProbeConfig(megabytes=_MEGABYTES, rounds=_ROUNDS, parallel=parallel), ranks=context.ranks

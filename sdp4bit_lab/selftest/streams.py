@@ -137,7 +137,6 @@ def _train(context: Context, scenario: Scenario) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         results.append(loss.detach())
-    context.meet()  # remove() changes torch's list of hooks, which optimizers of other threads iterate over
     handle.remove()
     for parameter in parameters:
         shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter

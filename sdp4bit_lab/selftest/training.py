@@ -112,6 +112,20 @@ def check_training(context: Context) -> dict[str, Any]:
     }
 
 
+def check_removal(context: Context) -> dict[str, Any]:
+    """Return the losses of runs that lose sdp4bit halfway, after comparing them with plain FSDP2's."""
+    if context.ranks.world_size == 1:
+        raise CheckSkippedError(ONE_RANK)
+    half = (context.config.steps + 1) // 2
+    plain = _train(context, None)
+    # Plain FSDP2's collectives on the weights that the library's left: every loss is the same.
+    lossless = _train(context, _LOSSLESS, removed_at=half)
+    _require_losses(context, plain.losses, lossless.losses, how="sdp4bit removed halfway", tolerance=0.0)
+    quantized = _train(context, _QUANTIZED, removed_at=half)
+    _require_losses(context, plain.losses, quantized.losses, how="4 bits, removed halfway")
+    return {"removed_after": half, "losses": {"plain": plain.losses, "removed": quantized.losses}}
+
+
 def _require_losses(
     context: Context,
     plain: Sequence[float],
@@ -151,20 +165,29 @@ def _train(
     steps: int | None = None,
     forbids_waiting: bool = False,
     replicas: int = 1,
+    removed_at: int | None = None,
 ) -> _Trained:
-    """Train under FSDP2, or HSDP if replicas > 1; quantized if `config` is given."""
+    """Train under FSDP2, or HSDP if replicas > 1; quantized if `config` is given.
+
+    Args:
+        removed_at: step, counted from 0, before which sdp4bit is removed; default: the end.
+    """
     model = sharded_toy(context, replicas=replicas)
     handle = None
     if config is not None:
         handle = quantize_communication(model, topology=topology_of(context), config=config)
-    measures = context.is_cuda and not context.are_threads  # the allocator counts for the process
-    if measures:
+    if context.is_cuda:
         torch.cuda.reset_peak_memory_stats(context.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     losses, seconds, gradient = [], [], torch.empty(0)
+    stats: dict[str, Any] = {}
     for step, batch in enumerate(
         batches(context, rank=context.ranks.rank, count=steps or context.config.steps)
     ):
+        if handle is not None and step == removed_at:
+            stats = dict(handle.stats())
+            handle.remove()
+            handle = None
         context.synchronize()
         start = time.perf_counter()
         with _no_waiting(context, forbids_waiting and step >= _WARM_UP):
@@ -178,17 +201,15 @@ def _train(
         context.synchronize()
         seconds.append(time.perf_counter() - start)
         losses.append(loss.detach())
-    stats: dict[str, Any] = {}
     if handle is not None:
         stats = dict(handle.stats())
-        context.meet()  # see `streams._train`
         handle.remove()
     return _Trained(
         losses=[loss.item() for loss in losses],
         gradient=gradient,
         step_seconds=statistics.median(seconds[_WARM_UP:] or seconds),
         stats=stats,
-        peak_bytes=torch.cuda.max_memory_allocated(context.device) if measures else None,
+        peak_bytes=torch.cuda.max_memory_allocated(context.device) if context.is_cuda else None,
     )
 
 
@@ -198,16 +219,8 @@ def _no_waiting(context: Context, is_forbidden: bool) -> Iterator[None]:
     if not is_forbidden:
         yield
         return
-    # The mode is one of the process: if ranks are threads, one of them changes it while the others wait.
-    changes = context.ranks.is_first or not context.are_threads
-    context.meet()
-    if changes:
-        torch.cuda.set_sync_debug_mode("error")
-    context.meet()
+    torch.cuda.set_sync_debug_mode("error")
     try:
         yield
-        context.meet()
     finally:
-        if changes:
-            torch.cuda.set_sync_debug_mode("default")
-    context.meet()
+        torch.cuda.set_sync_debug_mode("default")

@@ -8,7 +8,7 @@ import pkgutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -50,6 +50,7 @@ def run_on_ranks(
     parallel: RanksConfig,
     leaves_early: bool = True,
     link: Link | None = None,
+    variables: Callable[[int], Mapping[str, str]] | None = None,
 ) -> int:
     """Run a program on all ranks and return the exit code.
 
@@ -60,6 +61,7 @@ def run_on_ranks(
         program: function of `config` and `ranks=` as module:name, imported by the ranks alone.
         leaves_early: whether the program stops by itself after a signal; if not, a signal kills the ranks.
         link: nodes that each run half of the ranks.
+        variables: returns more environment variables of a rank; they are set before it imports torch.
 
     Returns:
         0, also after stopping for SIGTERM or SIGUSR1; 130 after SIGINT; 1, 2 or 3 after a failure;
@@ -76,7 +78,7 @@ def run_on_ranks(
     if size > 1:
         child = partial(run_child, program, link=link, **settings)
         with nullcontext() if link is None else link.on_first_node():
-            return _run_processes(child, size=size, leaves_early=leaves_early, link=link)
+            return _run_processes(child, size=size, leaves_early=leaves_early, link=link, variables=variables)
     with keeping_handlers():
         code = run_rank(program, **settings)
         return 128 + signal.SIGINT if code == 0 and received() == signal.SIGINT else code
@@ -112,7 +114,14 @@ def run_rank(program: str, *, config: object, timeout: timedelta) -> int:
     return 0
 
 
-def _run_processes(child: Callable[..., None], *, size: int, leaves_early: bool, link: Link | None) -> int:
+def _run_processes(
+    child: Callable[..., None],
+    *,
+    size: int,
+    leaves_early: bool,
+    link: Link | None,
+    variables: Callable[[int], Mapping[str, str]] | None,
+) -> int:
     host, interface = (
         (_HERE, os.environ.get("GLOO_SOCKET_IFNAME", "lo")) if link is None else (link.address(0), INTERFACE)
     )
@@ -133,7 +142,14 @@ def _run_processes(child: Callable[..., None], *, size: int, leaves_early: bool,
     processes = [
         context.Process(
             target=child,
-            kwargs={"environment": {**_environment(rank, size, store.port), **network}, "began": began},
+            kwargs={
+                "environment": {
+                    **_environment(rank, size, store.port),
+                    **network,
+                    **(variables(rank) if variables else {}),
+                },
+                "began": began,
+            },
         )
         for rank in range(size)
     ]
