@@ -1,12 +1,16 @@
-"""Time training steps of a GPT on an emulated cluster: nodes joined by shaped links, gloo, real sockets.
+"""Time training steps of a GPT on an emulated cluster: nodes joined by shaped links, real sockets.
 
     python -m benchmarks.cluster --nodes 2 --ranks-per-node 1 --rates 100mbit,250mbit,1gbit --json FILE
+    python -m benchmarks.cluster --device cuda --hidden 1024 --layers 12 --rates 1gbit,10gbit,unshaped
+
+The first trains on CPUs over gloo. With `--device cuda` all ranks share one GPU, over NCCL's sockets.
 
 Every strategy (benchmarks/cluster_strategies.py) is built once and warmed up on unshaped links. At each rate,
 every round runs one step of every strategy in a new random order, so that disturbances affect all of them.
 Results are medians over the rounds; the spread is (slowest - fastest) / median, and ratios are between steps
 of the same round. Bytes are read from the interfaces' counters and compared with the strategy's own count.
-Needs root and iproute2; creates network namespaces and removes them, even when killed.
+Needs root and iproute2; creates network namespaces and removes them, even when killed. Where they cannot be
+created, `--device cuda` limits what NCCL sends instead, with one rank per node (benchmarks/send_limit.py).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,9 +36,12 @@ from typing import Any
 from benchmarks import cluster_report
 from benchmarks.cluster_network import Network, NetworkError, rate_in_bits, reason_to_skip
 from benchmarks.cluster_report import Sample
+from benchmarks.send_limit import LimitedSenders, reason_against_limit
+from sdp4bit_lab.common.launch.shared_gpu import multi_process_service, nccl_variables
 
 EXIT_IMPOSSIBLE = 2
 PORT = 29500
+UNSHAPED = "unshaped"
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS = 4
 """Opens connections, rebuilds DDP's buckets, starts PowerSGD and compiles kernels."""
@@ -51,8 +59,10 @@ the group, so the group is raised as well."""
 class Ranks:
     """Workers on the nodes, which all get the same commands."""
 
-    def __init__(self, network: Network, *, ranks_per_node: int, log: Path) -> None:
-        """Start one worker per rank, each on its own core if there are enough."""
+    def __init__(
+        self, network: Network | LimitedSenders, *, ranks_per_node: int, log: Path, device: str = "cpu"
+    ) -> None:
+        """Start one worker per rank. On CPUs each has its own core if there are enough."""
         self._answers: list[queue.Queue[str]] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._log = log
@@ -65,16 +75,19 @@ class Ranks:
                 "WORLD_SIZE": str(nodes * ranks_per_node),
                 "MASTER_ADDR": network.address(0),
                 "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": "eth0",
+                "GLOO_SOCKET_IFNAME": network.interface,
                 "OMP_NUM_THREADS": "1",
                 "NUMBA_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             }
             pin = ["taskset", "-c", str(cores[rank % len(cores)])]
+            if device == "cuda":
+                environment |= nccl_variables(rank, interface=network.interface)
+                pin = []  # NCCL has threads
             with log.open("ab") as errors:
                 process = network.start(
                     rank // ranks_per_node,
-                    [*_PRIORITY, *pin, sys.executable, "-m", "benchmarks.cluster_worker"],
+                    [*_PRIORITY, *pin, sys.executable, "-m", "benchmarks.cluster_worker", device],
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -119,13 +132,13 @@ def _collect(stream: Any, answers: queue.Queue[str]) -> None:
 
 
 def measure(
-    network: Network, ranks: Ranks, *, strategies: Sequence[str], chosen: argparse.Namespace
+    network: Network | LimitedSenders, ranks: Ranks, *, strategies: Sequence[str], chosen: argparse.Namespace
 ) -> list[Sample]:
     """Return one sample per strategy, rate and round."""
     order, seconds = random.Random(chosen.seed), chosen.seconds_per_rate
     samples: list[Sample] = []
     for rate in chosen.rates.split(","):
-        network.set_rate(rate)
+        network.set_rate(None if rate == UNSHAPED else rate)
         start = time.monotonic()
         durations: list[float] = []
         # As many rounds as fit, but enough for a median.
@@ -138,7 +151,7 @@ def measure(
     return samples
 
 
-def run_once(network: Network, ranks: Ranks, *, name: str, rate: str, round: int) -> Sample:
+def run_once(network: Network | LimitedSenders, ranks: Ranks, *, name: str, rate: str, round: int) -> Sample:
     """Run one step of a strategy and read the interfaces' counters."""
     before = network.sent_bytes()
     answers = ranks.ask({"run": name, "steps": 1}, timeout=STEP_TIMEOUT)
@@ -160,11 +173,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__.split("\n")[0])
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--rates", default="100mbit,250mbit,1gbit", help="rate of each link, per direction")
+    parser.add_argument(
+        "--rates", default="100mbit,250mbit,1gbit", help="of each link, per direction, or unshaped"
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: ranks share one GPU")
+    parser.add_argument("--mps", choices=["auto", "off"], default="auto", help="of the ranks that share it")
     parser.add_argument("--strategies", help="comma-separated; default: all that differ on this cluster")
     parser.add_argument("--seconds-per-rate", type=float, default=45.0, help="runs at least three rounds")
     parser.add_argument("--hidden", type=int, default=384, help="width of the model")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--sequence", type=int, help="tokens; default: 128, or 1,024 on a GPU")
+    parser.add_argument("--micro-batch", type=int, help="sequences of a rank; default: 1, or 4 on a GPU")
+    parser.add_argument("--micro-batches", type=int, default=1, help="per optimizer step")
+    parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=0, help="seed of order, data and initial weights")
     parser.add_argument("--profile", help="strategy to profile on rank 0, at the last rate")
     parser.add_argument("--json", type=Path, help="output file for machine, rows and ratios")
@@ -173,38 +194,64 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--nodes must be 2 to 200 and --ranks-per-node at least 1")
     try:
         for rate in chosen.rates.split(","):
-            rate_in_bits(rate)
+            if rate != UNSHAPED:
+                rate_in_bits(rate)
     except ValueError as error:
         parser.error(str(error))
+    for name in ("sequence", "micro_batch", "micro_batches", "vocabulary", "hidden", "layers"):
+        if getattr(chosen, name) is not None and getattr(chosen, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     return chosen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables, and return the exit code."""
     chosen = parse_arguments(arguments)
-    reason = reason_to_skip()
+    is_gpu, reason = chosen.device == "cuda", reason_to_skip()
+    limits = is_gpu and reason is not None
+    if limits and not (why := reason_against_limit(chosen.ranks_per_node)):
+        print(f"no network namespaces here ({reason}): limits what NCCL sends instead", flush=True)
+        reason = None
+    elif limits:
+        reason = f"{reason}; {why}"
+    if is_gpu and reason is None:
+        import torch
+
+        reason = None if torch.cuda.is_available() else "torch sees no GPU"
     if reason is not None:
         print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
         return EXIT_IMPOSSIBLE
     from benchmarks.cluster_strategies import STRATEGIES, Cluster, Workload, strategies_for
 
     cluster = Cluster(nodes=chosen.nodes, ranks_per_node=chosen.ranks_per_node)
-    strategies = chosen.strategies.split(",") if chosen.strategies else strategies_for(cluster)
+    transport = "nccl" if is_gpu else "gloo"
+    strategies = strategies_for(cluster, micro_batches=chosen.micro_batches, transport=transport)
+    strategies = chosen.strategies.split(",") if chosen.strategies else strategies
     unknown = [name for name in strategies if name not in STRATEGIES]
     unknown += [chosen.profile] if chosen.profile and chosen.profile not in strategies else []
     if unknown:
         print(f"unknown strategies {', '.join(unknown)}: use {', '.join(STRATEGIES)}", file=sys.stderr)
         return EXIT_IMPOSSIBLE
     workload = Workload(
-        hidden=chosen.hidden, heads=max(1, chosen.hidden // 64), layers=chosen.layers, seed=chosen.seed
+        hidden=chosen.hidden,
+        heads=max(1, chosen.hidden // 64),
+        layers=chosen.layers,
+        vocabulary=chosen.vocabulary,
+        sequence_length=chosen.sequence or (1024 if is_gpu else 128),
+        micro_batch=chosen.micro_batch or (4 if is_gpu else 1),
+        micro_batches=chosen.micro_batches,
+        seed=chosen.seed,
     )
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with (
             tempfile.TemporaryDirectory(prefix="sdp4bit-cluster-") as folder,
-            Network(chosen.nodes) as network,
+            # Before the network, which ends the ranks: the service must outlive them.
+            multi_process_service(chosen.mps) if is_gpu else nullcontext((False, "")) as (_, sharing),
+            LimitedSenders(chosen.nodes) if limits else Network(chosen.nodes) as network,
         ):
-            ranks = Ranks(network, ranks_per_node=chosen.ranks_per_node, log=Path(folder) / "ranks.log")
+            log = Path(folder) / "ranks.log"
+            ranks = Ranks(network, ranks_per_node=chosen.ranks_per_node, log=log, device=chosen.device)
             build = {"build": strategies, "workload": asdict(workload), **asdict(cluster)}
             answers = ranks.ask(build, timeout=BUILD_TIMEOUT)
             for name in strategies:
@@ -218,8 +265,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"the emulated cluster failed: {failure}", file=sys.stderr)
         return 1
     result = cluster_report.summarize(
-        samples, cluster=cluster, parameters=answers[0]["parameters"], arguments=arguments
+        samples,
+        cluster=cluster,
+        parameters=answers[0]["parameters"],
+        arguments=arguments,
+        device=chosen.device,
+        sharing=sharing,
     )
+    result["workload"] = asdict(workload)
     if profile is not None:
         result["profile"] = {"strategy": chosen.profile, "rate": chosen.rates.split(",")[-1], "ms": profile}
     cluster_report.print_tables(result)

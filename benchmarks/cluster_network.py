@@ -96,6 +96,8 @@ def remove_leftovers() -> list[str]:
 class Network:
     """Nodes joined by shaped links; a context manager that cleans up after itself."""
 
+    interface = UPLINK
+
     def __init__(self, nodes: int) -> None:
         base = f"{PREFIX}{_identity()}"
         self._switch = f"{base}-switch"

@@ -25,10 +25,9 @@ from benchmarks import kernels
 if TYPE_CHECKING:
     from benchmarks.cluster_strategies import Cluster
 
-LABEL = "emulated cluster, TCP, gloo, CPU"
 FASTEST = "sdp4bit"
-TOLERATED_BYTES = 0.03
-"""Allowance for TCP headers, acknowledgements and the barriers around a step."""
+TOLERATED_BYTES, TOLERATED_PER_STEP = 0.03, 50_000
+"""Allowances for TCP headers and acknowledgements, and for the barriers around a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +46,19 @@ class Sample:
 
 
 def summarize(
-    samples: Sequence[Sample], *, cluster: Cluster, parameters: int, arguments: Sequence[str] | None
+    samples: Sequence[Sample],
+    *,
+    cluster: Cluster,
+    parameters: int,
+    arguments: Sequence[str] | None,
+    device: str = "cpu",
+    sharing: str = "",
 ) -> dict[str, Any]:
-    """Return machine, rows, ratios to the full-precision references, and the check of the bytes."""
+    """Return machine, rows, ratios to the full-precision references, and the check of the bytes.
+
+    Args:
+        sharing: how the ranks share a GPU, as a sentence; "" for a CPU.
+    """
     groups: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
         groups.setdefault((sample.rate, sample.strategy), []).append(sample)
@@ -58,19 +67,28 @@ def summarize(
     # With several ranks per node a flat exchange is not a fair reference: the hierarchy alone gains much.
     references = [
         name
-        for name in ("hierarchical", "fair", "fair-bf16", "ddp", "ddp-bf16", "hsdp-bf16", "fsdp2")
+        for name in (
+            *("hierarchical", "fair", "fair-bf16", "ddp", "ddp-bf16", "hsdp-bf16", "hsdp-bf16-deferred"),
+            *("fsdp2", "fsdp2-bf16"),
+        )
         if name in names
     ]
-    targets = [name for name in names if name.startswith(FASTEST)]
+    targets = [name for name in names if FASTEST in name]
     ratios = [
         _ratio(groups[rate, reference], groups[rate, target])
         for rate in dict.fromkeys(rate for rate, _ in groups)
         for target in sorted(targets)
         for reference in references
     ]
+    machine = describe_machine(arguments)
+    shares = f"NCCL, {cluster.ranks} ranks share one {machine['gpu']}" if device == "cuda" else "gloo, CPU"
     return {
-        "label": LABEL,
-        "machine": describe_machine(arguments),
+        "label": f"emulated cluster, TCP, {shares}",
+        "transport": "nccl" if device == "cuda" else "gloo",
+        "device": device,
+        "ranks": cluster.ranks,
+        **({"sharing": sharing} if sharing else {}),
+        "machine": machine,
         "nodes": cluster.nodes,
         "ranks_per_node": cluster.ranks_per_node,
         "parameters": parameters,
@@ -97,7 +115,9 @@ def _row(group: Sequence[Sample]) -> dict[str, Any]:
         "loss": group[-1].loss,
         "rounds": len(group),
         "reported_bytes_per_node_per_step": reported,
-        "bytes_agree": abs(sent / reported - 1) <= TOLERATED_BYTES if reported else None,
+        "bytes_agree": (
+            abs(sent - reported) <= TOLERATED_BYTES * reported + TOLERATED_PER_STEP if reported else None
+        ),
     }
 
 
@@ -150,10 +170,11 @@ def _by_row(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 def describe_machine(arguments: Sequence[str] | None) -> dict[str, Any]:
     """Return hardware, versions, date, command and commit."""
     machine = kernels.describe_machine()
-    versions = {name: machine["versions"][name] for name in ("python", "torch", "numba", "sdp4bit")}
+    versions = {name: machine["versions"][name] for name in ("python", "torch", "numba", "triton", "sdp4bit")}
     given = sys.argv[1:] if arguments is None else arguments
     return {
         "cpu": machine["cpu"],
+        "gpu": machine["gpu"],
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
         "versions": versions | {"linux": platform.release().partition("-")[0]},

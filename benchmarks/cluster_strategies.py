@@ -7,11 +7,14 @@ keeps fp32 weights on every rank.
 
 Full-precision halves of a strategy use the same pairwise exchange as quantized halves. Gloo's own
 reduce-scatter sends twice the necessary bytes, and its all-gather is half duplex between two ranks. Only
-`fsdp2`, the current state for gloo users, uses gloo's collectives.
+`fsdp2`, the current state for gloo users, uses gloo's collectives. Over NCCL, `fsdp2-bf16` is the reference.
+A deferred HSDP all-reduces between nodes only in the last micro-batch of a step.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -50,6 +53,8 @@ class Workload:
     vocabulary: int = 8192
     sequence_length: int = 128
     micro_batch: int = 1
+    micro_batches: int = 1
+    """Backward passes per optimizer step, all on the same batch."""
     learning_rate: float = 3e-4
     warmup_steps: int = 20
     """Steps of learning-rate warm-up. Without it, the gradient norm jumps from 3 to 47 at step 11, and a
@@ -102,18 +107,39 @@ class TrainingStep:
     """Model and optimizer of one strategy; calling it trains one step."""
 
     def __init__(
-        self, model: nn.Module, *, workload: Workload, sent_bytes: Callable[[], float] | None = None
+        self,
+        model: nn.Module,
+        *,
+        workload: Workload,
+        sent_bytes: Callable[[], float] | None = None,
+        defers: bool = False,
     ) -> None:
+        """Create the optimizer.
+
+        Args:
+            sent_bytes: returns this rank's count of bytes sent to other nodes so far.
+            defers: whether HSDP all-reduces only in the last micro-batch.
+        """
         self._model = model
         self._workload = workload
         self._sent_bytes = sent_bytes
+        self._defers = defers
         self._optimizer = torch.optim.AdamW(model.parameters(), workload.learning_rate, fused=True)
+        self._batch: tuple[Tensor, ...] = ()
         self.steps = 0
 
-    def __call__(self, *, micro_batches: int = 1) -> Tensor:
-        """Train one step on `micro_batches` copies of a batch; return this rank's loss before it."""
-        for _ in range(micro_batches):
-            tokens, targets = self._workload.batch(self.steps, rank=dist.get_rank())
+    def load(self) -> None:
+        """Draw the next step's batch, so that its time is not the step's."""
+        batch = self._workload.batch(self.steps, rank=dist.get_rank())
+        self._batch = tuple(part.to(device()) for part in batch)
+
+    def __call__(self) -> Tensor:
+        """Train one step on the loaded batch; return this rank's loss before it."""
+        tokens, targets = self._batch
+        last = self._workload.micro_batches - 1
+        for number in range(last + 1):
+            if self._defers:
+                cast(FSDPModule, self._model).set_requires_all_reduce(number == last)
             loss: Tensor = self._model(tokens, targets).sum() / targets.numel()
             loss.backward()
         for group in self._optimizer.param_groups:
@@ -160,26 +186,36 @@ class Bf16ReduceScatter:
         self.inter_bytes += row_bytes * (self._cluster.ranks - self._cluster.ranks_per_node)
 
 
+def device() -> torch.device:
+    """Return the device of this rank's model: the GPU that all ranks share, or the CPU."""
+    return torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+
+
 def compute_dtype() -> torch.dtype:
     """Return the dtype of activations that is fast on this machine."""
-    return resolve_compute_dtype("auto", param_dtype=torch.bfloat16, device=torch.device("cpu"))
+    return resolve_compute_dtype("auto", param_dtype=torch.bfloat16, device=device())
+
+
+@functools.cache
+def _initial_model(workload: Workload) -> GPT:
+    model = GPT(workload.shape, compute_dtype=compute_dtype())
+    model.reset_parameters(seed=workload.seed)
+    return model
 
 
 def build_model(workload: Workload) -> GPT:
     """Return the model with its initial weights, identical on all ranks."""
-    model = GPT(workload.shape, compute_dtype=compute_dtype())
-    model.reset_parameters(seed=workload.seed)
-    return model
+    return copy.deepcopy(_initial_model(workload)).to(device())
 
 
 def shard(
     model: GPT, *, reduce_dtype: torch.dtype = torch.float32, replicated_over: Cluster | None = None
 ) -> GPT:
     """Shard the model with FSDP2 over all ranks, or over those of each node of the cluster."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     if replicated_over is not None:
         shape = replicated_over.nodes, replicated_over.ranks_per_node
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
@@ -196,8 +232,11 @@ def _compute(workload: Workload, cluster: Cluster) -> TrainingStep:
     return TrainingStep(build_model(workload), workload=workload, sent_bytes=lambda: 0.0)
 
 
-def _fsdp2(workload: Workload, cluster: Cluster) -> TrainingStep:
-    return TrainingStep(shard(build_model(workload)), workload=workload)
+def _fsdp2(reduce_dtype: torch.dtype) -> Callable[[Workload, Cluster], TrainingStep]:
+    def build(workload: Workload, cluster: Cluster) -> TrainingStep:
+        return TrainingStep(shard(build_model(workload), reduce_dtype=reduce_dtype), workload=workload)
+
+    return build
 
 
 def _counted(comm: sdp4bit.CommHandle, share: float = 1.0) -> Callable[[], float]:
@@ -282,18 +321,21 @@ def _ddp(hook: str | None) -> Callable[[Workload, Cluster], TrainingStep]:
     return build
 
 
-def _hsdp(reduce_dtype: torch.dtype) -> Callable[[Workload, Cluster], TrainingStep]:
+def _hsdp(reduce_dtype: torch.dtype, *, defers: bool = False) -> Callable[[Workload, Cluster], TrainingStep]:
     def build(workload: Workload, cluster: Cluster) -> TrainingStep:
         model = shard(build_model(workload), reduce_dtype=reduce_dtype, replicated_over=cluster)
-        return TrainingStep(model, workload=workload)
+        return TrainingStep(model, workload=workload, defers=defers)
 
     return build
 
 
-def _hsdp_quantized(workload: Workload, cluster: Cluster) -> TrainingStep:
-    model = shard(build_model(workload), replicated_over=cluster)
-    comm = sdp4bit.quantize_communication(model, topology=cluster.ranks_per_node)
-    return TrainingStep(model, workload=workload, sent_bytes=_counted(comm))
+def _hsdp_quantized(*, defers: bool = False) -> Callable[[Workload, Cluster], TrainingStep]:
+    def build(workload: Workload, cluster: Cluster) -> TrainingStep:
+        model = shard(build_model(workload), replicated_over=cluster)
+        comm = sdp4bit.quantize_communication(model, topology=cluster.ranks_per_node)
+        return TrainingStep(model, workload=workload, sent_bytes=_counted(comm), defers=defers)
+
+    return build
 
 
 def _preset(name: strategies.Strategy, *, chunks: int = 1) -> SDP4BitConfig:
@@ -308,11 +350,16 @@ _FULL = SDP4BitConfig(weights=FULL_WEIGHTS, gradients=FULL_GRADIENTS)
 _PRESETS: tuple[strategies.Strategy, ...] = (
     *("qw", "qwd", "ulq", "tlq", "tlq-hs", "sdp4bit", "sdp4bit-w3g3.5", "sdp4bit-w2g3", "sdp4bit-w2g2"),
 )
-_OF_SEVERAL_RANKS_PER_NODE = ("hierarchical", "hsdp", "hsdp-bf16", "hsdp-sdp4bit")
+_OF_SEVERAL_RANKS_PER_NODE = (
+    *("hierarchical", "hsdp", "hsdp-bf16", "hsdp-bf16-deferred", "hsdp-sdp4bit", "hsdp-sdp4bit-deferred"),
+)
+_OF_SEVERAL_MICRO_BATCHES = ("hsdp-bf16-deferred", "hsdp-sdp4bit-deferred")
+_OF_NCCL = ("fsdp2-bf16",)
 
 STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "compute": _compute,
-    "fsdp2": _fsdp2,
+    "fsdp2": _fsdp2(torch.float32),
+    "fsdp2-bf16": _fsdp2(torch.bfloat16),
     "fair": _quantized(_FULL, levels=1),
     "fair-bf16": _fair_bf16,
     "hierarchical": _quantized(_FULL),
@@ -320,15 +367,21 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     **{f"ddp-{hook}": _ddp(hook) for hook in ("bf16", "powersgd", "sdp4bit")},
     "hsdp": _hsdp(torch.float32),
     "hsdp-bf16": _hsdp(torch.bfloat16),
-    "hsdp-sdp4bit": _hsdp_quantized,
+    "hsdp-bf16-deferred": _hsdp(torch.bfloat16, defers=True),
+    "hsdp-sdp4bit": _hsdp_quantized(),
+    "hsdp-sdp4bit-deferred": _hsdp_quantized(defers=True),
     **{name: _quantized(_preset(name)) for name in _PRESETS},
     "sdp4bit-4chunks": _quantized(_preset("sdp4bit", chunks=4)),
 }
 """Builders by name. compute: no communication, so ranks diverge; an upper bound of the gain."""
 
 
-def strategies_for(cluster: Cluster) -> list[str]:
+def strategies_for(cluster: Cluster, *, micro_batches: int = 1, transport: str = "gloo") -> list[str]:
     """Return the strategies that differ on this cluster: one rank per node has only one level."""
     return [
-        name for name in STRATEGIES if name not in _OF_SEVERAL_RANKS_PER_NODE or cluster.ranks_per_node > 1
+        name
+        for name in STRATEGIES
+        if (name not in _OF_SEVERAL_RANKS_PER_NODE or cluster.ranks_per_node > 1)
+        and (name not in _OF_SEVERAL_MICRO_BATCHES or micro_batches > 1)
+        and (name not in _OF_NCCL or transport == "nccl")
     ]

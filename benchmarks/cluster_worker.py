@@ -3,10 +3,10 @@
 Every input line is a JSON command, and every output line its answer:
 
     {"build": [names], "workload": {...}, "nodes": n, "ranks_per_node": g}  ->  {"parameters": n}
-    {"run": name, "steps": n}  ->  {"seconds": [...], "loss": mean of all ranks, "sent_bytes": n or null}
+    {"run": name, "steps": n}  ->  {"seconds": [...], "loss": mean of all ranks, "sent_bytes": n or null, ...}
     {"profile": name, "steps": n}  ->  {"milliseconds": {part of a step: its time}}
 
-The end of the input ends the process.
+The end of the input ends the process. With the argument `cuda` ranks share the first visible GPU over NCCL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ import torch.distributed as dist
 from torch import profiler
 from torch.profiler import record_function
 
-from benchmarks.cluster_strategies import STRATEGIES, Cluster, TrainingStep, Workload, build_model
+from benchmarks.cluster_strategies import (
+    STRATEGIES,
+    Cluster,
+    TrainingStep,
+    Workload,
+    build_model,
+    device,
+)
 from sdp4bit.collectives.exchange import PendingExchange
 
 OUTSIDE = "Python outside of operators"
@@ -48,34 +55,48 @@ def build(command: dict[str, Any]) -> dict[str, TrainingStep]:
     return {name: STRATEGIES[name](workload, cluster) for name in command["build"]}
 
 
-def run(step: TrainingStep, steps: int) -> dict[str, Any]:
-    """Train steps, each of which lasts until all ranks have finished it."""
+def run(step: TrainingStep, steps: int, *, hosts: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Train steps, each of which lasts until all ranks have finished it.
+
+    Args:
+        hosts: group of the barriers on the host; None for the default group.
+    """
     before = step.sent_bytes()
     seconds = []
     loss = torch.zeros(())
     for _ in range(steps):
-        dist.barrier()
+        step.load()
+        _meet(hosts)
         start = time.perf_counter()
         loss = step()
-        dist.barrier()
+        _meet(hosts)
         seconds.append(time.perf_counter() - start)
-    dist.all_reduce(loss)
+    loss = loss.float().cpu()
+    dist.all_reduce(loss, group=hosts)
     after = step.sent_bytes()
     return {
         "seconds": seconds,
         "loss": loss.item() / dist.get_world_size(),
         "sent_bytes": None if before is None or after is None else after - before,
+        "peak_bytes": torch.cuda.max_memory_allocated() if device().type == "cuda" else None,
     }
 
 
-def profile(step: TrainingStep, steps: int) -> dict[str, Any]:
+def _meet(hosts: dist.ProcessGroup | None) -> None:
+    """Wait until all ranks' devices have finished their work."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier(hosts)
+
+
+def profile(step: TrainingStep, steps: int, *, hosts: dist.ProcessGroup | None) -> dict[str, Any]:
     """Return the time of one step by its parts, on this rank."""
     wait = record_function("wait")(PendingExchange.wait)
     with (
         mock.patch.object(PendingExchange, "wait", wait),
         profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profiled,
     ):
-        seconds = run(step, steps)["seconds"]
+        seconds = run(step, steps, hosts=hosts)["seconds"]
     spent = dict.fromkeys(PARTS, 0.0)
     for event in profiled.key_averages():
         part = next(part for part, names in PARTS.items() if re.search(names, event.key))
@@ -91,7 +112,13 @@ def main() -> None:
     # Reserve the original standard output for answers, because libraries may print.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    dist.init_process_group("gloo")
+    hosts = None
+    if sys.argv[1:] == ["cuda"]:
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl")
+        hosts = dist.new_group(backend="gloo")
+    else:
+        dist.init_process_group("gloo")
     steps: dict[str, TrainingStep] = {}
     for line in sys.stdin:
         command = json.loads(line)
@@ -100,9 +127,9 @@ def main() -> None:
             model = build_model(Workload(**command["workload"]))
             answer: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
         elif "profile" in command:
-            answer = profile(steps[command["profile"]], command["steps"])
+            answer = profile(steps[command["profile"]], command["steps"], hosts=hosts)
         else:
-            answer = run(steps[command["run"]], command["steps"])
+            answer = run(steps[command["run"]], command["steps"], hosts=hosts)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
     dist.destroy_process_group()
