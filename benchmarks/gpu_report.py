@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_limits import SKIPPED
 from benchmarks.kernels import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,6 +75,12 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
             about="times of the operators, beside the predictions",
             command=["benchmarks.kernels", *kernels, "--json", str(folder / "kernels.json")],
             seconds=90,
+        ),
+        Part(
+            name="limits",
+            about="the unit of the GPU that limits each operator",
+            command=["benchmarks.gpu_limits", str(folder / "limits.json"), *flags],
+            seconds=75,
         ),
         Part(
             name="selftest",
@@ -129,7 +136,7 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
     )
     try:
         output, _ = process.communicate(timeout=part.seconds)
-        result = "failed" if process.returncode else "passed"
+        result = {0: "passed", SKIPPED: "skipped"}.get(process.returncode, "failed")
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()

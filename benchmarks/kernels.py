@@ -7,7 +7,8 @@ every back end and width, so that disturbances affect all of them; results are m
 share is an operator's bandwidth (bytes read and written / seconds) relative to that of `Tensor.copy_` of as
 many fp32 values. `elements` are the values of the tensor that an operator reads or writes, or for
 dequantize_reduce_quantize those of all messages together. `--bits 4,3.5,3` are the widths of weight
-differences and of the inter-node hop.
+differences and of the inter-node hop. `hadamard_quantize` is also timed without the transform. The ratio of
+the two is taken in each round.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.operator_cases import COPY, FROM_BF16, Case, make_cases, measure_once
+from benchmarks.operator_cases import COPY, FROM_BF16, NO_TRANSFORM, Case, make_cases, measure_once
 from sdp4bit.quantization import ops
 
 CHECKED_ELEMENTS = 1 << 18
@@ -41,7 +42,11 @@ DEFAULT_ELEMENTS = [1 << power for power in range(14, 29, 2)]
 REFERENCE_ELEMENTS = 1 << 24
 """The reference needs about 100 bytes of memory per element, and seconds beyond this size."""
 MEASURED_SECONDS = 2e-4
-SAME_FOR_ALL_WIDTHS = (COPY, "hadamard_quantize", FROM_BF16)
+PRICE = "seconds_with_over_without_transform"
+"""Field of a row of `TRANSFORMS`: the ratio, paired by rounds."""
+TRANSFORMS = ("hadamard_quantize", FROM_BF16)
+"""Timed with and without the transform."""
+SAME_FOR_ALL_WIDTHS = (COPY, *TRANSFORMS, *(op + NO_TRANSFORM for op in TRANSFORMS))
 """Independent of `--bits`, because the first hop has 8 bits."""
 
 
@@ -102,9 +107,26 @@ def measure(
             "threads": threads,
             "seconds": statistics.median(samples[backend, op, bits]),
             "share_of_copy": rates[backend, op, bits] / rates[backends[0], COPY, widths[0]],
+            **(
+                {PRICE: ratio_of(samples[backend, op, bits], samples[backend, op + NO_TRANSFORM, bits])}
+                if op in TRANSFORMS
+                else {}
+            ),
         }
         for backend, op, bits in runs
     ]
+
+
+def ratio_of(seconds: list[float], others: list[float]) -> dict[str, float]:
+    """Return median, minimum and maximum of seconds / others in each round that timed both."""
+    # An operator that has used up its budget is in no later round.
+    ratios = [mine / other for mine, other in zip(seconds, others, strict=False)]
+    return {
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "rounds": len(ratios),
+    }
 
 
 def describe_machine() -> dict[str, Any]:
@@ -161,6 +183,13 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for line in cells:
         table.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
+    for row in rows:
+        if price := row.get(PRICE):
+            print(
+                f"{row['op']}, {row['backend']}, {row['elements']:,} elements: {price['ratio']:.2f} times "
+                f"the seconds without the transform ({price['lowest']:.2f} to {price['highest']:.2f}, "
+                f"{price['rounds']} rounds)"
+            )
 
 
 def plot(rows: list[dict[str, Any]], machine: dict[str, Any], path: Path) -> None:
@@ -168,7 +197,7 @@ def plot(rows: list[dict[str, Any]], machine: dict[str, Any], path: Path) -> Non
     from matplotlib import pyplot
 
     operators = [op for op in dict.fromkeys(row["op"] for row in rows) if op != COPY]
-    figure, grid = pyplot.subplots(3, 3, figsize=(13, 9), sharex=True, sharey=True)
+    figure, grid = pyplot.subplots(3, 4, figsize=(17, 9), sharex=True, sharey=True)
     panels = list(grid.flat)
     for panel, op in zip(panels, operators, strict=False):
         lines: dict[tuple[str, int | None, int | None], list[tuple[int, float]]] = {}

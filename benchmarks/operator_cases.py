@@ -23,6 +23,8 @@ COPY = "copy"
 FROM_BF16 = "hadamard_quantize, bf16 gradient"
 DITHERED = ", dithered"
 """Suffix for inter-node operators that apply or remove dither."""
+NO_TRANSFORM = ", no transform"
+"""Suffix for operators that quantize without the Hadamard transform, otherwise with equal arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +80,13 @@ def make_cases(elements: int, device: str, *, bits: float = 4) -> dict[str, Case
     gradient = main[: RANKS * NODES * row].view(NODES, RANKS, row).transpose(0, 1)
     rounded = gradient.bfloat16()
     sent = _make_messages(gradient, intra)
-    sent_rounded = torch.empty_like(sent)
+    # Not `sent`, which is an input of later operators.
+    sent_rounded, plain, plain_rounded = (torch.empty_like(sent) for _ in range(3))
     numbered = KEY._replace(row_stride=intra.padded_numel)
+
+    def quantized(values: Tensor, out: Tensor, *, hadamard: bool = True) -> Case:
+        named: dict[str, Any] = {"layout": intra, "hadamard": hadamard, "rounding": numbered}
+        return Case(run=lambda: ops.hadamard_quantize(values, out=out, **named), inputs=(values,), output=out)
 
     inter = MessageLayout(numel=row, bits=bits, group_size=GRADIENT_GROUP)
     reduced = torch.empty(NODES, inter.nbytes, dtype=torch.uint8, device=device)
@@ -101,20 +108,10 @@ def make_cases(elements: int, device: str, *, bits: float = 4) -> dict[str, Case
             inputs=(difference, updated),
             output=updated,
         ),
-        "hadamard_quantize": Case(
-            run=lambda: ops.hadamard_quantize(
-                gradient, out=sent, layout=intra, hadamard=True, rounding=numbered
-            ),
-            inputs=(gradient,),
-            output=sent,
-        ),
-        FROM_BF16: Case(
-            run=lambda: ops.hadamard_quantize(
-                rounded, out=sent_rounded, layout=intra, hadamard=True, rounding=numbered
-            ),
-            inputs=(rounded,),
-            output=sent_rounded,
-        ),
+        "hadamard_quantize": quantized(gradient, sent),
+        f"hadamard_quantize{NO_TRANSFORM}": quantized(gradient, plain, hadamard=False),
+        FROM_BF16: quantized(rounded, sent_rounded),
+        f"{FROM_BF16}{NO_TRANSFORM}": quantized(rounded, plain_rounded, hadamard=False),
         "dequantize_reduce_quantize": Case(
             run=lambda: ops.dequantize_reduce_quantize(sent, rounding=numbered, **summed),
             inputs=(sent,),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cluster_report
+from benchmarks.kernels import PRICE
 from benchmarks.markdown import origin, save_figure, table
 
 RATES = {"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"}
@@ -150,7 +151,7 @@ def _kernels_of_device(runs: Sequence[dict[str, Any]]) -> str:
         found.setdefault(row["elements"], {}).setdefault(name, []).append(row)
     text = ""
     for elements, by_name in sorted(found.items(), reverse=True):
-        cells = []
+        cells, prices = [], ""
         for (name, bits), rows in sorted(by_name.items(), key=lambda item: (item[0][0], -item[0][1])):
             seconds = statistics.median(row["seconds"] for row in rows)
             times = f"{1e3 * seconds:.3g}", f"{1e9 * seconds / elements:.2g}"
@@ -159,6 +160,14 @@ def _kernels_of_device(runs: Sequence[dict[str, Any]]) -> str:
             if len(rows) > 1:
                 share += f" ({min(shares):.0f}–{max(shares):.0f})"
             cells.append([f"`{name}`", f"{bits:g}", *times, share, f"{len(rows)}"])
+            if priced := [row[PRICE] for row in rows if PRICE in row]:  # older runs have no such ratio
+                ratio = statistics.median(each["ratio"] for each in priced)
+                lowest = min(each["lowest"] for each in priced)
+                highest = max(each["highest"] for each in priced)
+                prices += (
+                    f"\n`{name}` takes {ratio:.2f} times the seconds that it takes without the transform "
+                    f"({lowest:.2f}–{highest:.2f} in single rounds).\n"
+                )
         titles = ["operator", "bits", "ms", "ns per value", "share of a copy", "runs"]
-        text += f"### {elements / 1e6:.1f} million values\n\n{table(titles, cells)}\n"
+        text += f"### {elements / 1e6:.1f} million values\n\n{table(titles, cells)}{prices}\n"
     return text + "\n".join(map(origin, runs))

@@ -83,7 +83,7 @@ def gpu_section(reports: dict[str, dict[str, str]]) -> str:
 
 def kernels_section(title: str, result: dict[str, Any]) -> str:
     """Return a measurement of the kernels on a GPU, besides their times."""
-    rows = [[str(cell) for cell in row] for row in result["rows"]]
+    rows = [["–" if cell is None else str(cell) for cell in row] for row in result["rows"]]
     return f"## {title}\n\n{result['note']}.\n\n{table(result['columns'], rows)}"
 
 
@@ -164,7 +164,12 @@ class Results:
     def gpu_kernels(self) -> dict[str, dict[str, Any]]:
         """Measurements of the kernels on GPUs, besides their times, by titles."""
         found = {}
-        for title, name in (("Launch settings", "tuning"), ("Profile of the kernels", "ncu")):
+        titles = {
+            "tuning": "Launch settings",
+            "ncu": "Profile of the kernels",
+            "limits": "Limits of the kernels",
+        }
+        for name, title in titles.items():
             for path in sorted((self.root / "results" / "gpu").glob(f"*/{name}.json")):
                 found[f"{title}, {path.parent.name}"] = json.loads(path.read_text(encoding="utf-8"))
         return found
