@@ -1,41 +1,45 @@
-"""Launches and host time per parameter group of one training step, with ranks as threads of one process.
+"""Launches and host time per parameter group of one training step, on ranks that share a GPU over NCCL.
 
-    python -m benchmarks.gpu_profile profile.json --ranks 8 --width 256
+    python -m benchmarks.gpu_profile profile.json --ranks 2 --width 256
 
 Two Llama-like blocks and a head of that width are trained with plain FSDP2, then with sdp4bit's default.
-Numbers are per group and rank, of the whole step. "launches" are CUDA launches, null on a CPU; copies between
-threads are among them. "host_us" is CPU time of all threads in steps that are not profiled, the median. It
-contains the kernels on a CPU, and with a large width the waits for a device whose queue is full. "calls" are
-calls of the library's hooks.
+Numbers are per group, of rank 0 and the whole step. "launches" are CUDA launches, null on a CPU. "host_us" is
+the time in which the host has issued a step, the median of steps that are not profiled. It contains waits for
+other ranks' hosts, the kernels on a CPU, and with a large width the waits for a device whose queue is full.
+"step_us" lasts until the device has finished. "calls" are calls of the library's hooks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-import threading
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 from sdp4bit import quantize_communication
+from sdp4bit_lab.common.launch.config import RanksConfig
+from sdp4bit_lab.common.launch.local import run_on_ranks
+from sdp4bit_lab.common.launch.shared_gpu import multi_process_service, nccl_variables
 from sdp4bit_lab.common.ranks import Ranks
-from sdp4bit_lab.selftest.threads import run_on_threads
 
 LAYERS, VOCABULARY, TOKENS = 2, 4096, 512
 GROUPS = LAYERS + 1
 _LAUNCH = ("cudaLaunchKernel", "cuLaunchKernel", "hipLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
 _HOOKS = ("sdp4bit::all_gather (", "sdp4bit::reduce_scatter (")
-_WARM_UP, _TIMED = 3, 5
+_NAMES = ("plain", "sdp4bit")
+_WARM_UP, _TIMED = 3, 7
 
 
 class _Block(nn.Module):
@@ -81,66 +85,59 @@ def _step_of(ranks: Ranks, *, width: int, quantized: bool) -> Any:
     return step
 
 
-def _meet(device: str) -> None:
-    """Wait for the work of all ranks."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    torch.distributed.barrier()
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of the profile."""
+
+    json: Path
+    width: int
 
 
-def _profiled(size: int, device: str, *, width: int, quantized: bool) -> dict[str, Any]:
-    """Return launches, host microseconds and calls of hooks of one step, per group and rank."""
-    host: list[float] = []
-    is_warm, is_recorded, has_ended = (threading.Event() for _ in range(3))
+def profile_ranks(settings: Settings, *, ranks: Ranks) -> None:
+    """Profile both steps on all ranks, and write the numbers of rank 0."""
+    found = {name: _profiled(ranks, settings.width, quantized=name == "sdp4bit") for name in _NAMES}
+    if ranks.is_first:
+        layout = {"ranks": ranks.world_size, "backend": torch.distributed.get_backend()}
+        layout |= {"width": settings.width, "layers": LAYERS, "groups": GROUPS}
+        settings.json.write_text(json.dumps({**layout, **found}, indent=1) + "\n")
+        print(json.dumps(found, indent=1))
 
-    def program(ranks: Ranks) -> None:
-        step = _step_of(ranks, width=width, quantized=quantized)
-        for number in range(_WARM_UP + _TIMED):
-            _meet(device)
-            start = time.process_time()
-            step()
-            torch.distributed.barrier()  # not yet for the device, because that spins
-            if ranks.rank == 0 and number >= _WARM_UP:
-                host.append(time.process_time() - start)
-        if ranks.rank == 0:
-            is_warm.set()
-            is_recorded.wait()
-        torch.distributed.barrier()
+
+def _profiled(ranks: Ranks, width: int, *, quantized: bool) -> dict[str, Any]:
+    """Return launches, microseconds and calls of hooks of one step, per group."""
+    step, is_cuda = _step_of(ranks, width=width, quantized=quantized), ranks.device.type == "cuda"
+    issued, lasted = [], []
+    for number in range(_WARM_UP + _TIMED):
+        _meet(ranks.device)
+        start = time.perf_counter()
         step()
-        _meet(device)
-        if ranks.rank == 0:
-            has_ended.set()
-
-    def run() -> None:
-        try:
-            run_on_threads(program, size=size, device=device, timeout=timedelta(minutes=5))
-        finally:
-            is_warm.set()
-            has_ended.set()
-
-    # The main thread records all threads, those of autograd included: Kineto starts in no other.
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    recorder = profile(
-        activities=activities,
-        experimental_config=_ExperimentalConfig(profile_all_threads=True),
-        acc_events=True,
-    )
-    with ThreadPoolExecutor(1) as helper:
-        ended = helper.submit(run)
-        is_warm.wait()
-        with recorder:
-            is_recorded.set()
-            has_ended.wait()
-        ended.result()
+        issued.append(time.perf_counter() - start)
+        _meet(ranks.device)
+        if number >= _WARM_UP:
+            lasted.append(time.perf_counter() - start)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    with profile(activities=activities, acc_events=True) as recorder:
+        step()
+        _meet(ranks.device)
     averages = recorder.key_averages()
     launches = sum(each.count for each in averages if each.key.startswith(_LAUNCH))
     on_cpu = torch.autograd.DeviceType.CPU
     hooks = [each for each in averages if each.key.startswith(_HOOKS) and each.device_type == on_cpu]
     return {
-        "launches": round(launches / size / GROUPS, 1) if device == "cuda" else None,
-        "host_us": round(statistics.median(host) * 1e6 / size / GROUPS),
-        "calls": sum(each.count for each in hooks) / size / GROUPS,
+        "launches": round(launches / GROUPS, 1) if is_cuda else None,
+        "host_us": round(statistics.median(issued[_WARM_UP:]) * 1e6 / GROUPS),
+        "step_us": round(statistics.median(lasted) * 1e6 / GROUPS),
+        "calls": sum(each.count for each in hooks) / GROUPS,
     }
+
+
+def _meet(device: torch.device) -> None:
+    """Wait for the work of all ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    torch.distributed.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -148,17 +145,23 @@ def main() -> None:
         prog="python -m benchmarks.gpu_profile", description=__doc__.split("\n")[0]
     )
     parser.add_argument("json", type=Path, help="file to write")
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
-    found = {
-        name: _profiled(arguments.ranks, arguments.device, width=arguments.width, quantized=name == "sdp4bit")
-        for name in ("plain", "sdp4bit")
-    }
-    settings = {"ranks": arguments.ranks, "width": arguments.width, "layers": LAYERS, "groups": GROUPS}
-    arguments.json.write_text(json.dumps({**settings, **found}, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    is_cuda = arguments.device == "cuda"
+    if not is_cuda:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with multi_process_service() if is_cuda else nullcontext():
+        sys.exit(
+            run_on_ranks(
+                "benchmarks.gpu_profile:profile_ranks",
+                config=Settings(json=arguments.json, width=arguments.width),
+                parallel=RanksConfig(nproc_per_node=arguments.ranks),
+                leaves_early=False,
+                variables=partial(nccl_variables, interface="lo") if is_cuda else None,
+            )
+        )
 
 
 if __name__ == "__main__":

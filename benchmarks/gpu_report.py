@@ -1,16 +1,20 @@
-"""Everything that one machine with GPUs can tell about the library, in ten minutes.
+"""Everything that one machine with a GPU can tell about the library, in two calls of ten minutes.
 
+    python -m benchmarks.gpu_report h100-name --parts nccl
     python -m benchmarks.gpu_report h100-name
 
-writes results/gpu/h100-name/: report.json after each part, and the part's own JSON file. A part that fails or
-takes too long does not stop the others, and no part needs .git, a network or several GPUs. `--device cpu`
-tries the program without a GPU: the same parts with small sizes.
+The first runs several ranks on one GPU over NCCL: collectives, self-test, step times on shaped links. The
+second runs these and all other parts. Both write results/gpu/h100-name/: report.json after each part, and the
+part's own JSON file. A part that fails or takes too long does not stop the others, and no part needs .git, a
+network or several GPUs. `--device cpu` tries the program without a GPU: the same parts with small sizes, over
+gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -20,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "results" / "gpu"
 _LINES = 12
 """Last lines of a failed part's output that the report keeps."""
+_LEAST_SECONDS = 5.0
+"""A part that has less time left is not started."""
+_PROBLEMS = ("failed", "timed out", "not started")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +55,80 @@ class Part:
 def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
     """Return the parts, the most valuable first, because the time may end early."""
     gpu = device == "cuda"
-    ranks = 8 if gpu else 4
     flags = [] if gpu else ["--device", "cpu"]
     kernels = ["--backends", "triton", "--bits", "4,3.5,3", "--elements", f"{1 << 20},{1 << 24},{1 << 28}"]
     if not gpu:
         kernels = ["--backends", "numba", "--elements", "65536", "--threads", "1", "--budget", "0.1"]
 
-    def selftest(name: str, checks: str) -> list[str]:
-        layout = ["--ranks-as-threads", str(ranks), "--ranks-per-node", str(ranks // 2)]
+    def selftest(name: str, checks: str, *more: str, ranks: int = 4) -> list[str]:
+        layout = ["--share-gpu", str(ranks), "--ranks-per-node", str(ranks // 2)]
         file = ["--json", str(folder / f"{name}.json")]
-        return ["sdp4bit_lab", "selftest", "--only", checks, *layout, *file, *flags]
+        return ["sdp4bit_lab", "selftest", "--only", checks, *layout, *file, *more, *flags]
+
+    def cluster(name: str, ranks_per_node: int, rates: str, strategies: str, *more: str) -> list[str]:
+        model = ["--hidden", "1024", "--layers", "12", "--seconds-per-rate", "6"]
+        if not gpu:
+            model = ["--hidden", "64", "--layers", "1", "--seconds-per-rate", "1", "--sequence", "16"]
+            rates = "1gbit"
+        layout = ["--nodes", "2", "--ranks-per-node", str(ranks_per_node), "--rates", rates]
+        file = ["--json", str(folder / f"{name}.json")]
+        options = [*layout, "--strategies", strategies, *model, *more, *file, "--device", device]
+        return ["benchmarks.cluster", *options]
 
     runs = scratch / "runs"
     card = ["--preset", "125M"] if gpu else ["--num-layers", "1", "--hidden-size", "64"]
     every = [
+        Part(
+            name="nccl-collectives",
+            about="values of all collectives between 2 x 2 ranks that share the GPU",
+            command=selftest("nccl-collectives", "facts,collectives"),
+            seconds=60,
+        ),
+        Part(
+            name="nccl-selftest",
+            about="exchanges, training and removal with 2 x 2 ranks",
+            command=selftest(
+                "nccl-selftest", "facts,exchanges,training,removal", "--steps", "5" if gpu else "2"
+            ),
+            seconds=170,
+        ),
+        Part(
+            name="nccl-2x1",
+            about="step times of 2 nodes with a rank each",
+            command=cluster(
+                "nccl-2x1",
+                1,
+                "1gbit,10gbit,40gbit,unshaped",
+                "compute,fsdp2,fsdp2-bf16,ddp-bf16,sdp4bit,sdp4bit-w3g3.5",
+            ),
+            seconds=130,
+        ),
+        Part(
+            name="nccl-2x2",
+            about="step times of 2 nodes with 2 ranks each",
+            command=cluster(
+                "nccl-2x2", 2, "1gbit,10gbit", "compute,fsdp2-bf16,hsdp-bf16,sdp4bit,hsdp-sdp4bit"
+            ),
+            seconds=100,
+        ),
+        Part(
+            name="nccl-2x2-deferred",
+            about="the same with 4 micro-batches, HSDP's all-reduce in the last one",
+            command=cluster(
+                "nccl-2x2-deferred",
+                2,
+                "10gbit",
+                "hsdp-bf16,hsdp-bf16-deferred,sdp4bit,hsdp-sdp4bit-deferred",
+                *("--micro-batches", "4"),
+            ),
+            seconds=70,
+        ),
+        Part(
+            name="nccl-no-mps",
+            about="collectives of 2 ranks that take turns on the GPU",
+            command=selftest("nccl-no-mps", "facts,collectives", "--mps", "off", ranks=2),
+            seconds=40,
+        ),
         Part(
             name="tests",
             about="bytes of all kernels equal to the reference on the device",
@@ -83,17 +151,10 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
             seconds=75,
         ),
         Part(
-            name="selftest",
-            about=f"exchanges and training with {ranks} ranks as threads",
-            # Without the kernels, which the tests have compared.
-            command=[*selftest("selftest", "facts,exchanges,training"), *([] if gpu else ["--steps", "2"])],
-            seconds=150,
-        ),
-        Part(
             name="profile",
             about="launches and host time of a step per parameter group",
             command=[
-                *("benchmarks.gpu_profile", str(folder / "profile.json"), "--ranks", str(ranks)),
+                *("benchmarks.gpu_profile", str(folder / "profile.json"), "--ranks", "2"),
                 # Narrow, so that the host never waits for a full queue of the device.
                 *("--width", "256", "--device", device),
             ],
@@ -104,7 +165,7 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
             about="losses of plain FSDP2 and sdp4bit on simulated ranks",
             command=[
                 *("sdp4bit_lab", "compare", "--strategies", "baseline,sdp4bit", "--seeds", "1"),
-                *("--simulated-ranks", str(ranks), "--ranks-per-node", str(ranks // 2), *card),
+                *("--simulated-ranks", "8", "--ranks-per-node", "4", *card),
                 *("--train-iters", "50" if gpu else "2", "--out", str(runs)),
             ],
             seconds=120,
@@ -112,8 +173,8 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
         ),
         Part(
             name="streams",
-            about="random delays on all streams change no bit",
-            command=[*selftest("streams", "streams"), *("--delay-rounds", "1")],
+            about="random delays on all streams of 2 x 2 ranks change no bit",
+            command=selftest("streams", "streams", "--delay-rounds", "1"),
             seconds=180,
         ),
     ]
@@ -121,9 +182,15 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
     return every if gpu else [replace(part, seconds=15 * 60) for part in every]
 
 
-def run_part(part: Part, folder: Path) -> dict[str, Any]:
-    """Run a part; return its command, its result ("passed", "skipped", "failed", "timed out") and seconds."""
-    print(f"{part.name:9} {part.about} ...", flush=True)
+def run_part(part: Part, folder: Path, *, limit: float | None = None) -> dict[str, Any]:
+    """Run a part; return its command, its result ("passed", "skipped", "failed", "timed out") and seconds.
+
+    A part that fails or takes too long leaves its output in NAME.log, with the stacks of processes that hang.
+
+    Args:
+        limit: seconds, if fewer are left than the part's own.
+    """
+    print(f"{part.name:17} {part.about} ...", flush=True)
     start = time.monotonic()
     # A session of its own, so that a part that hangs is ended with all of its processes.
     process = subprocess.Popen(
@@ -133,13 +200,19 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
     )
     try:
-        output, _ = process.communicate(timeout=part.seconds)
+        output, _ = process.communicate(timeout=min(part.seconds, limit or part.seconds))
         result = {0: "passed", SKIPPED: "skipped"}.get(process.returncode, "failed")
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        # Prints the stacks of Python's processes first.
+        for number, wait in ((signal.SIGABRT, 3.0), (signal.SIGKILL, None)):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                output, _ = process.communicate(timeout=wait)
+                break
         result = "timed out"
     seconds = time.monotonic() - start
     if result == "passed" and part.result is not None:
@@ -147,12 +220,14 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
     lines = output.strip().splitlines()
     if result == "passed" and part.command[0] == "pytest" and " passed" not in lines[-1]:
         result = "skipped"  # pytest succeeds if it skips all tests
-    print(f"{'':9} {result}, {seconds:.0f} s", flush=True)
+    if result in _PROBLEMS:
+        (folder / f"{part.name}.log").write_text(output)
+    print(f"{'':17} {result}, {seconds:.0f} s", flush=True)
     return {
         "result": result,
         "seconds": round(seconds, 1),
         "command": shlex.join(["python", "-m", *part.command]),
-        "output": lines[-_LINES:] if result in ("failed", "timed out") else lines[-1:],
+        "output": lines[-_LINES:] if result in _PROBLEMS else lines[-1:],
     }
 
 
@@ -163,8 +238,12 @@ def main() -> None:
     parser.add_argument("name", help="folder of the results, such as h100-pcie")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
-        "--parts", default="", help="some of the parts, separated by commas; the others keep their results"
+        "--parts",
+        default="",
+        help="some parts, separated by commas, or the first word of several, such as nccl; the others keep "
+        "their results",
     )
+    parser.add_argument("--seconds", type=float, help="for all parts together, such as 570")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the folder")
     arguments = parser.parse_args()
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", arguments.name):
@@ -178,7 +257,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         every = parts(folder, Path(scratch), device=arguments.device)
         wanted = arguments.parts.split(",") if arguments.parts else [part.name for part in every]
-        if unknown := sorted({*wanted} - {part.name for part in every}):
+        first_words = {part.name.partition("-")[0] for part in every}
+        if unknown := sorted({*wanted} - {part.name for part in every} - first_words):
             names = ", ".join(part.name for part in every)
             parser.error(f"--parts {','.join(unknown)} is unknown: use {names}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,13 +269,18 @@ def main() -> None:
             if before["machine"]["gpu"] != machine["gpu"]:
                 parser.error(f"{file} is of {before['machine']['gpu']}: give this machine another name")
             report["parts"] = before["parts"]
+        begin = time.monotonic()
         for part in every:
-            if part.name in wanted:
-                report["parts"][part.name] = run_part(part, folder)
+            if {part.name, part.name.partition("-")[0]} & {*wanted}:
+                left = (arguments.seconds or math.inf) - (time.monotonic() - begin)
+                if left < _LEAST_SECONDS:
+                    report["parts"][part.name] = {"result": "not started", "seconds": 0.0}
+                else:
+                    report["parts"][part.name] = run_part(part, folder, limit=left)
                 # After each part: the machine may be gone before the last one ends.
                 file.write_text(json.dumps(report, indent=1) + "\n")
     print(f"Wrote {folder}. Send it with a pull request, see CONTRIBUTING.md.")
-    sys.exit(any(each["result"] in ("failed", "timed out") for each in report["parts"].values()))
+    sys.exit(any(each["result"] in _PROBLEMS for each in report["parts"].values()))
 
 
 if __name__ == "__main__":
