@@ -73,7 +73,7 @@ $(ECOSYSTEM)/.installed: pyproject.toml constraints.txt constraints-ecosystem.tx
 	$(ECOSYSTEM_INSTALL) --no-deps --no-build-isolation deepspeed
 	touch $@
 
-gpu-report: $(STAMP) ## measure a machine with a GPU in 10 minutes, into results/gpu/NAME: NAME=h100-pcie
+gpu-report: $(STAMP) ## measure a machine with a GPU, into results/gpu/NAME: NAME=h100-pcie
 	@test -n '$(NAME)' || { echo 'name the machine: make gpu-report NAME=h100-pcie'; exit 2; }
 	$(BIN)/python -m benchmarks.gpu_report $(NAME)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,16 @@ from benchmarks import cluster_report
 from benchmarks.kernels import PRICE
 from benchmarks.markdown import origin, save_figure, table
 
-RATES = {"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"}
+RATES = {
+    **{"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"},
+    **{"10gbit": "10 Gbit/s", "40gbit": "40 Gbit/s", "unshaped": "unlimited"},
+}
 SHOWN = {"fair": "fp32 gradients", "fair-bf16": "bf16 gradients", "sdp4bit": "sdp4bit"}
+SHOWN_NCCL = {"fsdp2": "fp32 gradients", "fsdp2-bf16": "bf16 gradients", "sdp4bit": "sdp4bit"}
 """Strategies of the README's table and figure, by the names of benchmarks/cluster_strategies.py."""
+
+
+_NCCL_RATES = ("1gbit", "10gbit", "40gbit")
 
 
 def cluster_results(folder: Path) -> list[dict[str, Any]]:
@@ -48,8 +55,63 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
 
 
-def cluster_section(result: dict[str, Any]) -> str:
-    """Return ratios, seconds and bytes of one layout, with their origin."""
+def nccl_page(folder: Path) -> str:
+    """Return step times and collectives of ranks that share a GPU, for each machine in results/gpu."""
+    predicted: dict[tuple[str, str, str], float] = {}
+    found = json.loads((folder / "predictions-nccl.json").read_text(encoding="utf-8"))
+    for row in found["rows"]:
+        predicted[row["layout"], row["strategy"], row["rate"]] = row["seconds_per_step"]
+    text = (
+        "[How this is measured](../one-gpu.md). Ranks share one GPU, over NCCL's sockets, on links of a "
+        "limited rate. Seconds are medians of the rounds, beside the predicted ones in parentheses.\n\n"
+        f"Predictions of {found['date']}. {found['note']}\n"
+    )
+    for path in sorted(folder.glob("*/nccl-2*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        layout = f"{result['nodes']}x{result['ranks_per_node']}"
+        count = result["workload"]["micro_batches"] if "workload" in result else 1
+        heading = f"{path.parent.name}: {_layout_of(result)}"
+        heading += f", {count} micro-batches" if count > 1 else ""
+        of_layout = {(name, rate): seconds for (of, name, rate), seconds in predicted.items() if of == layout}
+        text += f"\n{cluster_section(result, heading=heading, predicted=of_layout if count == 1 else {})}"
+    for path in sorted(folder.glob("*/nccl-*.json")):
+        checks = json.loads(path.read_text(encoding="utf-8")).get("checks", ())
+        for check in checks:
+            if check["name"] == "collectives" and check["result"] == "passed":
+                text += f"\n{_collectives_section(path, check['findings'])}"
+    return text
+
+
+def _collectives_section(path: Path, found: dict[str, Any]) -> str:
+    sizes = found["seconds"]
+    rows = [
+        [name, *(f"{1e3 * of[name]:.2f}" for of in sizes.values())] for name in next(iter(sizes.values()))
+    ]
+    titles = ["milliseconds", *(f"{int(size):,} bytes" for size in sizes)]
+    return (
+        f"## {path.parent.name}: collectives, {path.stem}\n\nBytes are of each rank. Two communicators at "
+        f"once beside a matrix product take {1e3 * found['two_communicators_seconds']:.0f} ms.\n\n"
+        f"{table(titles, rows)}"
+    )
+
+
+def _layout_of(result: dict[str, Any]) -> str:
+    return f"{_plural(result['nodes'], 'node')} x {_plural(result['ranks_per_node'], 'rank')}"
+
+
+def cluster_section(
+    result: dict[str, Any],
+    *,
+    heading: str | None = None,
+    predicted: Mapping[tuple[str, str], float] | None = None,
+) -> str:
+    """Return ratios, seconds and bytes of one layout, with their origin.
+
+    Args:
+        heading: default: the layout.
+        predicted: seconds by strategy and rate, which are shown beside the measured ones.
+    """
+    expected = predicted or {}
     rates = rates_of(result)
     titles = [RATES[rate] for rate in rates]
     pairs = dict.fromkeys((ratio["strategy"], ratio["reference"]) for ratio in result["ratios"])
@@ -67,12 +129,18 @@ def cluster_section(result: dict[str, Any]) -> str:
     slowest_first = sorted(by_strategy, key=lambda name: -by_strategy[name][rates[0]]["seconds_per_step"])
     for strategy in slowest_first:
         of = by_strategy[strategy]
-        cells = [f"{of[rate]['seconds_per_step']:.3f}" if rate in of else "" for rate in rates]
+        cells = [
+            f"{of[rate]['seconds_per_step']:.3f}"
+            + (f" ({expected[strategy, rate]:.3f})" if (strategy, rate) in expected else "")
+            if rate in of
+            else ""
+            for rate in rates
+        ]
         first = of[rates[0]]
         counted = first["reported_bytes_per_node_per_step"]
         sent = f"{first['tx_bytes_per_node_per_step'] / 1e6:.2f}"
         rows.append([f"`{strategy}`", *cells, sent, "" if counted is None else f"{counted / 1e6:.2f}"])
-    heading = f"{_plural(result['nodes'], 'node')} x {_plural(result['ranks_per_node'], 'rank')}"
+    heading = heading or _layout_of(result)
     note = f"{result['note'][0].upper()}{result['note'][1:]}.\n\n" if result.get("note") else ""
     return (
         f"## {heading}\n\n{result['parameters'] / 1e6:.1f} million parameters.\n\n"
@@ -96,38 +164,60 @@ def profile_section(results: Sequence[dict[str, Any]]) -> str:
 
 
 def draw_step_times(result: dict[str, Any], path: Path, *, digest: str) -> None:
-    """Draw three bars per rate: full precision with fp32 and bf16 gradients, and sdp4bit."""
+    """Draw three bars per rate: full precision with fp32 and bf16 gradients, and sdp4bit.
+
+    Args:
+        result: "cpu": the emulated cluster over gloo; "gpu": over NCCL, on one GPU.
+    """
     from matplotlib.figure import Figure
 
-    by_strategy, rates = seconds_of(result), rates_of(result)
-    figure = Figure(figsize=(4.0, 1.15 * len(rates) + 0.2), layout="constrained")
-    for axes, rate in zip(figure.subplots(len(rates), 1, squeeze=False).flat, rates, strict=True):
-        seconds = [by_strategy[name][rate]["seconds_per_step"] for name in SHOWN]
-        colors = ["tab:gray", "darkgray", "tab:green"]
-        axes.barh(
-            list(SHOWN.values()), [1, *(s / seconds[0] for s in seconds[1:])], color=colors, height=0.75
+    cpu, gpu = result["cpu"], result["gpu"]
+    columns = [(cpu, SHOWN, "fair", rates_of(cpu)), (gpu, SHOWN_NCCL, "fsdp2", [*_NCCL_RATES])]
+    figure = Figure(figsize=(8.0, 1.15 * len(_NCCL_RATES) + 0.5), layout="constrained")
+    grid = figure.subplots(len(_NCCL_RATES), 2, squeeze=False)
+    for column, (cluster, shown, reference, rates) in enumerate(columns):
+        about = "CPUs over gloo" if column == 0 else f"one {cluster['machine']['gpu']} over NCCL"
+        grid[0][column].annotate(
+            f"{cluster['parameters'] / 1e6:.0f} million parameters, {about}",
+            **{"xy": (0, 1.42), "xycoords": "axes fraction", "fontsize": 9, "weight": "bold"},
         )
-        for number, (name, taken) in enumerate(zip(SHOWN, seconds, strict=True)):
-            ratio = _ratio(result, rate=rate, reference="fair", strategy=name)
-            factor = ratio["ratio"] if ratio else seconds[0] / taken
-            text = f"{taken:.2f} s" + (f", {factor:.1f}x faster" if number else "")
-            inside = taken / seconds[0] > 0.6
-            axes.text(
-                taken / seconds[0] + (-0.02 if inside else 0.02),
-                number,
-                text,
-                **{"va": "center", "ha": "right" if inside else "left", "fontsize": 9},
-                color="white" if inside and number == 0 else "black",
-                weight="bold" if name == "sdp4bit" else None,
-            )
-        axes.set_title(RATES[rate], fontsize=9, loc="left", pad=2)
-        axes.set_xlim(0, 1.02)
-        axes.invert_yaxis()
-        axes.tick_params(length=0, labelsize=9)
-        axes.set_xticks([])
-        for side in ("top", "right", "bottom"):
-            axes.spines[side].set_visible(False)
+        for axes, rate in zip(grid[:, column], rates, strict=True):
+            _draw_rate(axes, cluster, rate, shown=shown, reference=reference)
     save_figure(figure, path, digest=digest)
+
+
+def _draw_rate(
+    axes: Any, cluster: dict[str, Any], rate: str, *, shown: dict[str, str], reference: str
+) -> None:
+    by_strategy = seconds_of(cluster)
+    seconds = [by_strategy[name][rate]["seconds_per_step"] for name in shown]
+    longest = max(seconds)
+    colors = ["tab:gray", "darkgray", "tab:green"]
+    axes.barh(list(shown.values()), [each / longest for each in seconds], color=colors, height=0.75)
+    for number, (name, taken) in enumerate(zip(shown, seconds, strict=True)):
+        ratio = _ratio(cluster, rate=rate, reference=reference, strategy=name)
+        factor = ratio["ratio"] if ratio else seconds[0] / taken
+        text = f"{taken:.2f} s" + (f", {_factor(factor)}" if number else "")
+        inside = taken / longest > 0.6
+        axes.text(
+            taken / longest + (-0.02 if inside else 0.02),
+            number,
+            text,
+            **{"va": "center", "ha": "right" if inside else "left", "fontsize": 9},
+            color="white" if inside and number != 1 else "black",
+            weight="bold" if name == "sdp4bit" else None,
+        )
+    axes.set_title(RATES[rate], fontsize=9, loc="left", pad=2)
+    axes.set_xlim(0, 1.02)
+    axes.invert_yaxis()
+    axes.tick_params(length=0, labelsize=9)
+    axes.set_xticks([])
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+def _factor(ratio: float) -> str:
+    return f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
 
 
 def kernels_page(runs: Sequence[dict[str, Any]]) -> str:

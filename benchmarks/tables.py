@@ -38,6 +38,7 @@ from benchmarks.speed_tables import (
     cluster_section,
     draw_step_times,
     kernels_page,
+    nccl_page,
     profile_section,
     rates_of,
     seconds_of,
@@ -179,6 +180,15 @@ class Results:
         """Results of the emulated cluster, one per layout, smallest first."""
         return cluster_results(self.root / "results" / "cluster")
 
+    @cached_property
+    def nccl(self) -> dict[str, dict[str, Any]]:
+        """Step times over NCCL by layout, of the first machine that has them."""
+        found: dict[str, dict[str, Any]] = {}
+        for path in sorted((self.root / "results" / "gpu").glob("*/nccl-2*.json")):
+            layout = path.stem.removeprefix("nccl-")
+            found.setdefault(layout, json.loads(path.read_text(encoding="utf-8")))
+        return found
+
     def pages(self) -> dict[str, str]:
         """Return the generated pages by path."""
         bytes_text = (
@@ -200,6 +210,9 @@ class Results:
                 f"{NOTICE}# Times of all operators\n\n{kernels_page(self.kernels)}\n"
                 f"{predictions(self._read('gpu/predictions.json'))}\n{gpu_section(self.gpu_reports)}"
                 + "".join(f"\n{kernels_section(*each)}" for each in self.gpu_kernels.items())
+            ),
+            "docs/results/nccl.md": (
+                f"{NOTICE}# Step times over NCCL\n\n{nccl_page(self.root / 'results' / 'gpu')}"
             ),
             "docs/results/planning.md": planning_page(self._read("planning.json")),
             "docs/results/studies.md": studies_page(self.root / "experiments"),
@@ -240,6 +253,10 @@ class Results:
         if name == "stock":
             row = seconds_of(self.clusters[0])["fsdp2"][rates_of(self.clusters[0])[0]]
             return f"{row['seconds_per_step']:.2f} s"
+        if kind == "nccl":
+            return self._gain_over_nccl(int(detail), layout="2x1", over="fsdp2-bf16", of="sdp4bit")
+        if kind == "ncclhsdp":
+            return self._gain_over_nccl(int(detail), layout="2x2", over="hsdp-bf16", of="hsdp-sdp4bit")
         if name == "launches":
             result = self._read("launches.json")
             return f"{sum(result['launches'].values()) / result['groups']:.0f}"
@@ -250,8 +267,14 @@ class Results:
         raise ValueError(
             f"<!-- result {name} --> names no result: use summary, stock, lora, launches, "
             "memory, peaks, ratios, sizes, predicted-sizes, extra-MODEL, link-NAME, box-NAME, loss-STRATEGY, "
-            "loss-first, nodes-COUNT, nodes-all, gain-GBIT, hsdp-GBIT or large-GBIT"
+            "loss-first, nodes-COUNT, nodes-all, gain-GBIT, hsdp-GBIT, large-GBIT, nccl-GBIT "
+            "or ncclhsdp-GBIT"
         )
+
+    def _gain_over_nccl(self, gbit: int, *, layout: str, over: str, of: str) -> str:
+        wanted = {"rate": f"{gbit}gbit", "reference": over, "strategy": of}
+        (ratio,) = (each for each in self.nccl[layout]["ratios"] if wanted.items() <= each.items())
+        return f"{ratio['ratio']:.1f}"
 
     def _loss_of_nodes(self, count: str) -> str:
         if count == "all":
@@ -327,7 +350,10 @@ class Results:
             images / "loss-over-bytes.png": (draw_losses, self.widest),
             images / "loss-over-nodes.png": (draw_nodes, self.nodes),
             images / "loss-over-size.png": (draw_sizes, self._study("size_law")),
-            images / "step-time.png": (draw_step_times, self.clusters[0]),
+            images / "step-time.png": (
+                draw_step_times,
+                {"cpu": self.clusters[0], "gpu": self.nccl["2x1"]},
+            ),
         }
 
 
