@@ -173,15 +173,12 @@ def draw_step_times(result: dict[str, Any], path: Path, *, digest: str) -> None:
 
     cpu, gpu = result["cpu"], result["gpu"]
     columns = [(cpu, SHOWN, "fair", rates_of(cpu)), (gpu, SHOWN_NCCL, "fsdp2", [*_NCCL_RATES])]
-    figure = Figure(figsize=(8.0, 1.15 * len(_NCCL_RATES) + 0.5), layout="constrained")
-    grid = figure.subplots(len(_NCCL_RATES), 2, squeeze=False)
-    for column, (cluster, shown, reference, rates) in enumerate(columns):
-        about = "CPUs over gloo" if column == 0 else f"one {cluster['machine']['gpu']} over NCCL"
-        grid[0][column].annotate(
-            f"{cluster['parameters'] / 1e6:.0f} million parameters, {about}",
-            **{"xy": (0, 1.42), "xycoords": "axes fraction", "fontsize": 9, "weight": "bold"},
-        )
-        for axes, rate in zip(grid[:, column], rates, strict=True):
+    figure = Figure(figsize=(8.6, 1.15 * len(_NCCL_RATES) + 0.5), layout="constrained")
+    for half, (cluster, shown, reference, rates) in zip(figure.subfigures(1, 2), columns, strict=True):
+        gpu_name = (cluster["machine"].get("gpu") or "").removeprefix("NVIDIA ").partition(" ")[0]
+        about = f"NCCL, ranks share an {gpu_name}" if gpu_name else "gloo, CPUs"
+        half.suptitle(f"{about}: {cluster['parameters'] / 1e6:.0f} million parameters", fontsize=10)
+        for axes, rate in zip(half.subplots(len(rates), 1, squeeze=False).flat, rates, strict=True):
             _draw_rate(axes, cluster, rate, shown=shown, reference=reference)
     save_figure(figure, path, digest=digest)
 
