@@ -9,8 +9,8 @@ Every strategy (benchmarks/cluster_strategies.py) is built once and warmed up on
 every round runs one step of every strategy in a new random order, so that disturbances affect all of them.
 Results are medians over the rounds; the spread is (slowest - fastest) / median, and ratios are between steps
 of the same round. Bytes are read from the interfaces' counters and compared with the strategy's own count.
-Needs root and iproute2; creates network namespaces and removes them, even when killed. Where they cannot be
-created, `--device cuda` limits what NCCL sends instead, with one rank per node (benchmarks/send_limit.py).
+Needs root and iproute2; creates network namespaces and removes them, even when killed. If they cannot be
+created, `--device cuda` limits NCCL's sockets instead, with one rank per node (benchmarks/send_limit.py).
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_gpu, reason = chosen.device == "cuda", reason_to_skip()
     limits = is_gpu and reason is not None
     if limits and not (why := reason_against_limit(chosen.ranks_per_node)):
-        print(f"no network namespaces here ({reason}): limits what NCCL sends instead", flush=True)
+        print(f"no network namespaces here ({reason}): limits NCCL's sockets instead", flush=True)
         reason = None
     elif limits:
         reason = f"{reason}; {why}"

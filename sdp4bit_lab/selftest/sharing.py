@@ -1,4 +1,4 @@
-"""Ranks that share one GPU: what the self-test needs before it starts them."""
+"""Check and prepare the GPU that the ranks of a self-test share."""
 
 from __future__ import annotations
 
