@@ -75,22 +75,19 @@ def check_exchanges(context: Context) -> dict[str, Any]:
 def _compile_kernels(context: Context, specs: Sequence[int | tuple[int, int]]) -> None:
     """Simulate this rank's share of the exchanges, so that Triton's cache has their kernels.
 
-    There are some 180 variants of 1 to 3 s. Exchanges alone would make all ranks compile the same variant at
-    the same time, one after another.
+    4 ranks need some 180 variants of 1 to 3 s. Exchanges alone would make all ranks compile the same variant
+    at the same time, one after another. A rank takes whole settings, whose layouts share variants.
     """
     size = context.ranks.world_size
-    cases: list[tuple[Nodes, GradientConfig | WeightConfig]] = []
-    for spec in specs:
+    configs: list[GradientConfig | WeightConfig] = [*GRADIENTS.values(), *WEIGHTS.values()]
+    for config, spec, numel in itertools.product(configs[context.ranks.rank :: size], specs, _NUMELS):
         per_node, per_block = spec if isinstance(spec, tuple) else (spec, None)
         layout = simulated_layout(size, ranks_per_node=per_node, nodes_per_block=per_block)
-        cases += [(layout, config) for config in GRADIENTS.values()]
-        cases += [(layout, config) for config in WEIGHTS.values() if layout.blocks == 1]
-    for (layout, config), numel in itertools.product(cases[context.ranks.rank :: size], _NUMELS):
         rows = _values(context, size, size, numel, seed=0)
-        if isinstance(config, WeightConfig):
-            deque(_simulate_weights(layout, config, [rows[:, 0].bfloat16()] * 2), maxlen=0)
-        else:
+        if isinstance(config, GradientConfig):
             _simulate_gradients(layout, config, rows, seed=0, call=0)
+        elif layout.blocks == 1:
+            deque(_simulate_weights(layout, config, [rows[:, 0].bfloat16()] * 2), maxlen=0)
     context.synchronize()
 
 
