@@ -76,6 +76,7 @@ class Ranks:
                 "MASTER_ADDR": network.address(0),
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": network.interface,
+                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # read with --deterministic
                 "OMP_NUM_THREADS": "1",
                 "NUMBA_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -186,6 +187,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, help="sequences of a rank; default: 1, or 4 on a GPU")
     parser.add_argument("--micro-batches", type=int, default=1, help="per optimizer step")
     parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument(
+        "--deterministic", action="store_true", help="torch's algorithms; unwritten memory is NaN; slower"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of order, data and initial weights")
     parser.add_argument("--profile", help="strategy to profile on rank 0, at the last rate")
     parser.add_argument("--json", type=Path, help="output file for machine, rows and ratios")
@@ -253,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log = Path(folder) / "ranks.log"
             ranks = Ranks(network, ranks_per_node=chosen.ranks_per_node, log=log, device=chosen.device)
             build = {"build": strategies, "workload": asdict(workload), **asdict(cluster)}
+            build["deterministic"] = chosen.deterministic
             answers = ranks.ask(build, timeout=BUILD_TIMEOUT)
             for name in strategies:
                 ranks.ask({"run": name, "steps": WARM_UP_STEPS}, timeout=BUILD_TIMEOUT)

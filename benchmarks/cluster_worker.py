@@ -2,7 +2,8 @@
 
 Every input line is a JSON command, and every output line its answer:
 
-    {"build": [names], "workload": {...}, "nodes": n, "ranks_per_node": g}  ->  {"parameters": n}
+    {"build": [names], "workload": {...}, "nodes": n, "ranks_per_node": g, "deterministic": false}
+        ->  {"parameters": n}
     {"run": name, "steps": n}  ->  {"seconds": [...], "loss": mean of all ranks, "sent_bytes": n or null, ...}
     {"profile": name, "steps": n}  ->  {"milliseconds": {part of a step: its time}}
 
@@ -50,6 +51,9 @@ PARTS = {
 
 
 def build(command: dict[str, Any]) -> dict[str, TrainingStep]:
+    if command["deterministic"]:
+        # Warnings only, because some operators have no such algorithm.
+        torch.use_deterministic_algorithms(True, warn_only=True)
     workload = Workload(**command["workload"])
     cluster = Cluster(nodes=command["nodes"], ranks_per_node=command["ranks_per_node"])
     return {name: STRATEGIES[name](workload, cluster) for name in command["build"]}

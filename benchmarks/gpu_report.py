@@ -116,6 +116,14 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
             seconds=70,
         ),
         Part(
+            name="nccl-deterministic",
+            about="losses of this library's exchange in full precision equal those of FSDP2",
+            command=cluster(
+                "nccl-deterministic", 1, "unshaped", "fsdp2,fair,hierarchical", "--deterministic"
+            ),
+            seconds=60,
+        ),
+        Part(
             name="nccl-no-mps",
             about="collectives of 2 ranks that take turns on the GPU",
             command=selftest("nccl-no-mps", "facts,collectives", "--mps", "off", ranks=2),
