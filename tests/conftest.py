@@ -43,6 +43,11 @@ STARTERS = (
     multiprocessing.get_context,
     os.fork,
 )
+FOLLOWED = (
+    *("tests.", "benchmarks.", "sdp4bit_lab.common.launch.link"),
+    *("sdp4bit_lab.common.launch.shared_gpu", "sdp4bit_lab.selftest.sharing"),
+)
+"""Modules whose functions may call them."""
 
 _running_unit: list[str] = []
 
@@ -71,7 +76,7 @@ def _calls(function: object, targets: tuple[object, ...], seen: set[int]) -> boo
     if not isinstance(function, FunctionType) or id(function) in seen:
         return False
     seen.add(id(function))
-    if not function.__module__.startswith(("tests.", "benchmarks.", "sdp4bit_lab.common.launch.link")):
+    if not function.__module__.startswith(FOLLOWED):
         return False
     names = list(_names(function.__code__))
     found = [function.__globals__[name] for name in names if name in function.__globals__]

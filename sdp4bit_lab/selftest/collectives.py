@@ -109,7 +109,9 @@ def _two_at_once(context: Context) -> float:
         second_work.wait()
     context.synchronize()
     seconds = (time.perf_counter() - start) / _ROUNDS
-    is_right = torch.equal(gathered, received) and bool((product == width).all())
+    expected = torch.arange(float(size), device=device)[:, None].expand_as(rows)
+    is_right = torch.equal(gathered, expected) and torch.equal(received, expected)
+    is_right = is_right and bool((product == width).all())
     dist.destroy_process_group(second)
     failure = None
     if not is_right:

@@ -39,9 +39,10 @@ def shared_gpu(config: SelftestConfig) -> Iterator[Callable[[int], dict[str, str
         )
     free = free_mib(nccl_variables(0, interface="lo")["CUDA_VISIBLE_DEVICES"])
     if free is not None and free < ranks * _MIB_PER_RANK:
+        fits = free // _MIB_PER_RANK
         raise SettingError(
             f"--share-gpu {ranks} needs {ranks * _MIB_PER_RANK} MiB of GPU memory, and {free} MiB are free: "
-            f"end other programs, or use --share-gpu {max(2, free // _MIB_PER_RANK)}"
+            "end other programs" + (f", or use --share-gpu {fits}" if fits > 1 else "")
         )
     with multi_process_service(config.mps) as (_, about):
         sys.stdout.write(f"sdp4bit: {ranks} ranks on one GPU; {about}\n")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import (
@@ -173,6 +173,7 @@ def _train(
         removed_at: step, counted from 0, before which sdp4bit is removed; default: the end.
     """
     model = sharded_toy(context, replicas=replicas)
+    hooks = _hooks_of(model)
     handle = None
     if config is not None:
         handle = quantize_communication(model, topology=topology_of(context), config=config)
@@ -188,6 +189,8 @@ def _train(
             stats = dict(handle.stats())
             handle.remove()
             handle = None
+            left = _hooks_of(model) - hooks
+            context.require(not left, f"{left} hooks are left after remove()", case=f"before step {step + 1}")
         context.synchronize()
         start = time.perf_counter()
         with _no_waiting(context, forbids_waiting and step >= _WARM_UP):
@@ -211,6 +214,12 @@ def _train(
         stats=stats,
         peak_bytes=torch.cuda.max_memory_allocated(context.device) if context.is_cuda else None,
     )
+
+
+def _hooks_of(model: nn.Module) -> int:
+    """Return the number of hooks of all modules before their forwards and after loads."""
+    modules = model.modules()
+    return sum(len(each._forward_pre_hooks) + len(each._load_state_dict_post_hooks) for each in modules)
 
 
 @contextmanager

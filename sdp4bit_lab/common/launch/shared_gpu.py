@@ -123,7 +123,7 @@ def _start(control: str, answer: Path, environment: dict[str, str]) -> str:
                 [control, "-d"], env=environment, stdout=output, stderr=output, timeout=_SECONDS, check=False
             )
         if started.returncode:
-            return " ".join(answer.read_text(errors="replace").split()) or f"exit code {started.returncode}"
+            return _problem(answer.read_text(errors="replace"), started.returncode)
         asked = subprocess.run(
             [control],
             input="get_default_active_thread_percentage\n",
@@ -135,4 +135,8 @@ def _start(control: str, answer: Path, environment: dict[str, str]) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return "" if not asked.returncode else (asked.stdout + asked.stderr).strip()
+    return _problem(asked.stdout + asked.stderr, asked.returncode) if asked.returncode else ""
+
+
+def _problem(output: str, code: int) -> str:
+    return " ".join(output.split()) or f"exit code {code}"

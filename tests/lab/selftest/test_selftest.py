@@ -89,7 +89,7 @@ def results_of_one_rank(checks: str) -> dict[str, Any]:
 
 
 def test_one_process_skips_what_needs_several():
-    skipped = ("exchanges", "streams", "training", "recommendation")
+    skipped = ("collectives", "exchanges", "streams", "training", "removal", "recommendation")
     (result,) = run_ranks(results_of_one_rank, 1, ",".join(("facts", *skipped)))
     checks = {check["name"]: check["result"] for check in result["checks"]}
     assert checks == {"facts": "passed"} | dict.fromkeys(skipped, "skipped")
@@ -231,7 +231,7 @@ RANK: dict[str, Any] = {
         ({"host": "b"}, 'a has 1 ranks, but LOCAL_WORLD_SIZE is 2: topology="auto" groups'),
         (
             {"device_uuid": "GPU-1"},
-            "2 ranks share a GPU: times mean little, and NCCL fails unless they are threads",
+            "2 ranks share a GPU: they share its time and memory, and NCCL uses sockets",
         ),
         ({"peer_access": False}, "no peer access"),
         ({"kernels": "reference"}, "no fast kernels: install triton"),
