@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import cluster, cluster_network, cluster_report
+from benchmarks import cluster, cluster_network, cluster_report, send_limit
 from benchmarks.cluster_network import Network, rate_in_bits, reason_to_skip, remove_leftovers
 from benchmarks.cluster_report import Sample
 from benchmarks.cluster_strategies import STRATEGIES, Cluster, Workload, strategies_for
@@ -32,6 +33,7 @@ needs_namespaces = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TINY = Workload(layers=2, hidden=64, heads=2, vocabulary=512, sequence_length=32, warmup_steps=1)
 ONE_PER_NODE, TWO_PER_NODE = (Cluster(nodes=2, ranks_per_node=ranks) for ranks in (1, 2))
 LEVELS = ("hierarchical", "hsdp", "hsdp-bf16", "hsdp-sdp4bit")
+DEFERRED = ("hsdp-bf16-deferred", "hsdp-sdp4bit-deferred")
 STEPS = 6
 
 OWNER = """
@@ -152,20 +154,55 @@ def test_impossible_settings_and_missing_rights_end_the_command(
         assert reason in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("namespaces_missing", "per_node", "text"),
+    [
+        (None, "2", "torch sees no GPU"),
+        ("no root", "1", "torch sees no GPU"),
+        ("no root", "2", "no root; limiting send() instead needs one rank per node"),
+    ],
+)
+def test_a_cluster_of_gpu_ranks_needs_a_gpu(
+    namespaces_missing: str | None,
+    per_node: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cluster, "reason_to_skip", lambda: namespaces_missing)
+    monkeypatch.setattr(send_limit.shutil, "which", lambda program: program)
+    assert cluster.main(["--device", "cuda", "--ranks-per-node", per_node]) == 2
+    assert capsys.readouterr().err == f"the emulated cluster cannot run here: {text}\n"
+
+
 # -- strategies --------------------------------------------------------------------------------------
 
 
-def train(names: list[str], layout: Cluster) -> dict[str, list[float]]:
+def train(names: list[str], layout: Cluster, micro_batches: int = 1) -> dict[str, list[float]]:
     """Return each strategy's losses of every step, averaged over the ranks."""
     torch.set_num_threads(1)
     losses = {}
     for name in names:
-        step = STRATEGIES[name](TINY, layout)
-        sums = [step() for _ in range(STEPS)]
+        step = STRATEGIES[name](replace(TINY, micro_batches=micro_batches), layout)
+        sums = []
+        for _ in range(STEPS):
+            step.load()
+            sums.append(step())
         for loss in sums:
             torch.distributed.all_reduce(loss)
         losses[name] = [loss.item() / layout.ranks for loss in sums]
     return losses
+
+
+def test_only_strategies_that_differ_run_by_default() -> None:
+    everywhere = {*strategies_for(ONE_PER_NODE)}
+    assert set(STRATEGIES) - everywhere == {*LEVELS, *DEFERRED, "fsdp2-bf16"}
+    assert {*strategies_for(ONE_PER_NODE, transport="nccl")} - everywhere == {"fsdp2-bf16"}
+    assert {*strategies_for(TWO_PER_NODE)} - everywhere == {*LEVELS}
+    assert {*strategies_for(ONE_PER_NODE, micro_batches=2)} == everywhere
+    every = strategies_for(TWO_PER_NODE, micro_batches=2, transport="nccl")
+    assert every == list(STRATEGIES)
 
 
 @pytest.mark.parametrize(("layout", "names"), [(ONE_PER_NODE, None), (TWO_PER_NODE, ["fsdp2", *LEVELS])])
@@ -185,17 +222,27 @@ def test_every_strategy_trains_the_same_model(layout: Cluster, names: list[str] 
         assert first["fair"] == first["fsdp2"] and first["sdp4bit-4chunks"] == first["sdp4bit"]
 
 
+def test_a_deferred_all_reduce_trains_like_one_per_micro_batch() -> None:
+    names = ["hsdp-bf16", "hsdp-sdp4bit", *DEFERRED]
+    first, *others = run_ranks(train, 4, names, TWO_PER_NODE, 2, timeout=240.0)
+    assert all(losses == first for losses in others)
+    for name, tolerance in (("hsdp-bf16", 2e-3), ("hsdp-sdp4bit", 2e-2)):
+        assert first[f"{name}-deferred"] == pytest.approx(first[name], abs=tolerance), name
+
+
 # -- report ------------------------------------------------------------------------------------------
 
 
-def sample(strategy: str, seconds: float, round: int, *, sent: float = 100.0) -> Sample:
+def sample(
+    strategy: str, seconds: float, round: int, *, sent: float = 100.0, reported: float = 98.0
+) -> Sample:
     return Sample(
         strategy=strategy,
         rate="1gbit",
         round=round,
         seconds=seconds,
         tx_bytes=sent,
-        reported_bytes=98.0,
+        reported_bytes=reported,
         loss=1.0 / (round + 1),
     )
 
@@ -207,11 +254,11 @@ def summary(*samples: Sample) -> dict[str, Any]:
 def test_rows_hold_medians_and_ratios_are_those_of_one_round(tmp_path: Path, capsys: Any) -> None:
     # The second round is disturbed; its ratio is not.
     samples = [sample("fair", s, i) for i, s in enumerate([4.0, 12.0, 5.0])]
-    samples += [sample("sdp4bit", s, i, sent=110.0) for i, s in enumerate([1.0, 3.0, 1.0])]
+    samples += [sample("sdp4bit", s, i, sent=110e6) for i, s in enumerate([1.0, 3.0, 1.0])]
     result = summary(*samples)
     fair, ours = result["rows"]
     assert (fair["seconds_per_step"], fair["spread"]) == (5.0, pytest.approx(8 / 5))
-    assert (ours["tx_bytes_per_node_per_step"], ours["loss"]) == (110.0, pytest.approx(1 / 3))
+    assert (ours["tx_bytes_per_node_per_step"], ours["loss"]) == (110e6, pytest.approx(1 / 3))
     assert (fair["bytes_agree"], ours["bytes_agree"]) == (True, False)
     (ratio,) = result["ratios"]
     assert (ratio["reference"], ratio["strategy"]) == ("fair", "sdp4bit")
@@ -228,6 +275,54 @@ def test_rows_hold_medians_and_ratios_are_those_of_one_round(tmp_path: Path, cap
     files[0].write_text(json.dumps(summary(*rounds[:3])))
     assert cluster_report.main([*map(str, files)]) == 2
     assert "the runs differ in nodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reported", "sent", "agrees"),
+    [
+        (1e3, 40e3, True),  # a tiny job, and the barriers around its steps
+        (1e3, 60e3, False),
+        (100e6, 102e6, True),
+        (100e6, 104e6, False),
+        (100e6, 96e6, False),
+    ],
+)
+def test_bytes_agree_within_headers_and_barriers(reported: float, sent: float, agrees: bool) -> None:
+    (row,) = summary(sample("sdp4bit", 1.0, 0, sent=sent, reported=reported))["rows"]
+    assert row["bytes_agree"] is agrees
+
+
+def test_the_transport_and_the_sharing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = {**cluster_report.kernels.describe_machine(), "gpu": "H100"}
+    monkeypatch.setattr(cluster_report.kernels, "describe_machine", lambda: described)
+    shared: dict[str, Any] = {"cluster": TWO_PER_NODE, "parameters": 1, "arguments": []}
+    samples = [sample("sdp4bit", 1.0, 0)]
+    cpu = cluster_report.summarize(samples, **shared)
+    gpu = cluster_report.summarize(samples, **shared, device="cuda", sharing="ranks run under MPS")
+    names = ("label", "transport", "device", "ranks", "sharing")
+    assert [cpu.get(name) for name in names] == ["emulated cluster, TCP, gloo, CPU", "gloo", "cpu", 4, None]
+    label = "emulated cluster, TCP, NCCL, 4 ranks share one H100"
+    assert [gpu[name] for name in names] == [label, "nccl", "cuda", 4, "ranks run under MPS"]
+
+
+@needs_namespaces
+def test_a_deferred_all_reduce_of_two_micro_batches_sends_half(tmp_path: Path) -> None:
+    strategies = ["hsdp-bf16", "hsdp-bf16-deferred"]
+    command = [sys.executable, "-m", "benchmarks.cluster", "--nodes", "2", "--ranks-per-node", "2"]
+    command += ["--rates", "unshaped", "--micro-batches", "2", "--strategies", ",".join(strategies)]
+    command += ["--hidden", "64", "--layers", "1", "--sequence", "16", "--seconds-per-rate", "1"]
+    command += ["--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "rows.json").read_text())
+    assert (result["workload"]["micro_batches"], result["workload"]["sequence_length"]) == (2, 16)
+    rows = {row["strategy"]: row for row in result["rows"]}
+    assert {row["rate"] for row in rows.values()} == {"unshaped"}
+    sent = [rows[name]["tx_bytes_per_node_per_step"] for name in strategies]
+    # Each of two ranks all-reduces half of the bf16 gradients with its partner of the other node.
+    assert sent[1] == pytest.approx(2 * result["parameters"], rel=0.1)
+    assert sent[0] == pytest.approx(2 * sent[1], rel=0.1)
+    assert rows[strategies[1]]["loss"] == pytest.approx(rows[strategies[0]]["loss"], abs=0.01)
 
 
 @needs_namespaces
