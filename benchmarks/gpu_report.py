@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster_network import process_status
 from benchmarks.gpu_limits import SKIPPED
 from benchmarks.kernels import describe_machine
 
@@ -38,6 +39,7 @@ _LINES = 12
 """Last lines of a failed part's output that the report keeps."""
 _LEAST_SECONDS = 5.0
 """A part that has less time left is not started."""
+_STACK_SECONDS = 0.3
 _PROBLEMS = ("failed", "timed out", "not started")
 
 
@@ -82,7 +84,7 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
             name="nccl-collectives",
             about="values of all collectives between 2 x 2 ranks that share the GPU",
             command=selftest("nccl-collectives", "facts,collectives"),
-            seconds=60,
+            seconds=45,
         ),
         Part(
             name="nccl-2x1",
@@ -93,7 +95,7 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
                 "1gbit,10gbit,40gbit,unshaped",
                 "compute,fsdp2,fsdp2-bf16,ddp-bf16,sdp4bit,sdp4bit-w3g3.5",
             ),
-            seconds=130,
+            seconds=120,
         ),
         Part(
             name="nccl-2x2",
@@ -101,7 +103,7 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
             command=cluster(
                 "nccl-2x2", 2, "1gbit,10gbit", "compute,fsdp2-bf16,hsdp-bf16,sdp4bit,hsdp-sdp4bit"
             ),
-            seconds=100,
+            seconds=95,
         ),
         Part(
             name="nccl-2x2-deferred",
@@ -113,7 +115,7 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
                 "hsdp-bf16,hsdp-bf16-deferred,sdp4bit,hsdp-sdp4bit-deferred",
                 *("--micro-batches", "4"),
             ),
-            seconds=70,
+            seconds=65,
         ),
         Part(
             name="nccl-deterministic",
@@ -121,13 +123,13 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
             command=cluster(
                 "nccl-deterministic", 1, "unshaped", "fsdp2,fair,hierarchical", "--deterministic"
             ),
-            seconds=60,
+            seconds=55,
         ),
         Part(
             name="nccl-no-mps",
             about="collectives of 2 ranks that take turns on the GPU",
             command=selftest("nccl-no-mps", "facts,collectives", "--mps", "off", ranks=2),
-            seconds=40,
+            seconds=35,
         ),
         Part(
             name="nccl-selftest",
@@ -215,13 +217,14 @@ def run_part(part: Part, folder: Path, *, limit: float | None = None) -> dict[st
         output, _ = process.communicate(timeout=min(part.seconds, limit or part.seconds))
         result = {0: "passed", SKIPPED: "skipped"}.get(process.returncode, "failed")
     except subprocess.TimeoutExpired:
-        # Prints the stacks of Python's processes first.
-        for number, wait in ((signal.SIGABRT, 3.0), (signal.SIGKILL, None)):
+        # Python prints its stacks at the first signal; one process after another, because they share the pipe.
+        for each in _members(process.pid):
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                output, _ = process.communicate(timeout=wait)
-                break
+                os.kill(each, signal.SIGABRT)
+            time.sleep(_STACK_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
         result = "timed out"
     seconds = time.monotonic() - start
     if result == "passed" and part.result is not None:
@@ -238,6 +241,12 @@ def run_part(part: Part, folder: Path, *, limit: float | None = None) -> dict[st
         "command": shlex.join(["python", "-m", *part.command]),
         "output": lines[-_LINES:] if result in _PROBLEMS else lines[-1:],
     }
+
+
+def _members(group: int) -> list[int]:
+    """Return the processes of a process group; only its first where there is no /proc."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if process_status(pid)[2:3] == [str(group)]] or [group]
 
 
 def main() -> None:

@@ -107,7 +107,10 @@ def test_ten_minutes(tmp_path: Path) -> None:
     assert sum(part.seconds for part in every[len(nccl) :]) <= 14 * 60
 
 
-NCCL = ["nccl-collectives", "nccl-2x1", "nccl-2x2", "nccl-2x2-deferred", "nccl-no-mps", "nccl-selftest"]
+NCCL = [
+    *("nccl-collectives", "nccl-2x1", "nccl-2x2", "nccl-2x2-deferred"),
+    *("nccl-deterministic", "nccl-no-mps", "nccl-selftest"),
+]
 Started = list[tuple[str, float]]
 
 
@@ -186,16 +189,15 @@ def test_a_part_that_hangs_leaves_its_stacks_and_no_process(
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_ranks_that_share_a_gpu_are_rehearsed_on_a_cpu(tmp_path: Path) -> None:
-    names = ["nccl-collectives", "nccl-2x1", "nccl-no-mps"]
+    names = ["nccl-collectives", "nccl-2x1", "nccl-no-mps", "nccl-deterministic"]
     done = _report("try", "--parts", ",".join(names), out=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "try" / "report.json").read_text())
     assert {name: part["result"] for name, part in report["parts"].items()} == dict.fromkeys(names, "passed")
     results = {name: json.loads((tmp_path / "try" / f"{name}.json").read_text()) for name in names}
-    assert [results[name]["ranks"] for name in names] == [4, 2, 2]
+    assert [results[name]["ranks"] for name in names] == [4, 2, 2, 2]
     assert [check["name"] for check in results["nccl-no-mps"]["checks"]] == ["facts", "collectives"]
     cluster = results["nccl-2x1"]
     assert (cluster["transport"], cluster["device"]) == ("gloo", "cpu")
@@ -203,6 +205,8 @@ def test_ranks_that_share_a_gpu_are_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     rows = {row["strategy"]: row for row in cluster["rows"]}
     assert set(rows) == {"compute", "fsdp2", "fsdp2-bf16", "ddp-bf16", "sdp4bit", "sdp4bit-w3g3.5"}
     assert rows["sdp4bit"]["bytes_agree"]
+    losses = {row["loss"] for row in results["nccl-deterministic"]["rows"]}
+    assert len(results["nccl-deterministic"]["rows"]) == 3 and len(losses) == 1
 
 
 def test_pages_show_what_was_sent(tmp_path: Path) -> None:

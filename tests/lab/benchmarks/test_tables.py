@@ -190,10 +190,19 @@ def test_runs_of_the_cluster_become_a_table_and_a_figure(tmp_path: Path) -> None
     assert "| `sdp4bit` over `fair` | 4.00 (4.00–4.00) | 4.00 (4.00–4.00) |" in text
     assert "| `fair` | 4.000 | 0.400 | 2.00 | 1.99 |" in text
     figure = tmp_path / "figure.png"
-    speed_tables.draw_step_times(result, figure, digest=tables.digest_of(result))
+    both = {"cpu": result, "gpu": tables.Results().nccl["2x1"]}
+    speed_tables.draw_step_times(both, figure, digest=tables.digest_of(both))
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert tables.is_current(figure, result)
-    assert not tables.is_current(figure, result | {"parameters": 2})
+    assert tables.is_current(figure, both)
+    assert not tables.is_current(figure, both | {"cpu": result | {"parameters": 2}})
+
+
+def test_times_over_nccl_stand_beside_their_predictions() -> None:
+    text = speed_tables.nccl_page(ROOT / "results" / "gpu")
+    assert "| `sdp4bit` | 0.695 (0.751) | 0.118 (0.161) | 0.148 (0.111) | 0.133 |" in text
+    assert text.count("## h100: 2 nodes x") == 2 and "## h100: collectives, nccl-collectives" in text
+    gain = tables.Results().fragment("nccl-40")
+    assert gain == "0.6"  # a loss is published, too
 
 
 def test_times_of_a_gpu_have_a_table_of_their_own() -> None:
