@@ -9,8 +9,8 @@ Every strategy (benchmarks/cluster_strategies.py) is built once and warmed up on
 every round runs one step of every strategy in a new random order, so that disturbances affect all of them.
 Results are medians over the rounds; the spread is (slowest - fastest) / median, and ratios are between steps
 of the same round. Bytes are read from the interfaces' counters and compared with the strategy's own count.
-Needs root and iproute2; creates network namespaces and removes them, even when killed. Where they cannot be
-created, `--device cuda` limits what NCCL sends instead, with one rank per node (benchmarks/send_limit.py).
+Needs root and iproute2; creates network namespaces and removes them, even when killed. If they cannot be
+created, `--device cuda` limits NCCL's sockets instead, with one rank per node (benchmarks/send_limit.py).
 """
 
 from __future__ import annotations

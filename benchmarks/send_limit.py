@@ -1,4 +1,4 @@
-"""Limit what the sockets of NCCL send, without network namespaces: one process per node, over `lo`.
+"""Limit the sockets of NCCL, without network namespaces: one process per node, over `lo`.
 
 A library that is loaded before the C library (benchmarks/send_limit.c) replaces `send`, with which NCCL sends
 over sockets. It takes the rate from a file that the processes have mapped, and counts the bytes there. gloo

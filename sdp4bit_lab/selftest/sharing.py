@@ -1,4 +1,4 @@
-"""Ranks that share one GPU: what the self-test needs before it starts them."""
+"""Ranks that share one GPU: checks of the GPU and variables of the ranks before they start."""
 
 from __future__ import annotations
 

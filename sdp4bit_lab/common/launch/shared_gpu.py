@@ -118,7 +118,7 @@ def multi_process_service(mode: MPSMode = "auto") -> Iterator[tuple[bool, str]]:
 def _start(control: str, answer: Path, environment: dict[str, str]) -> str:
     """Start the service; return why it does not answer, or ""."""
     try:
-        with answer.open("w") as output:  # a file, because the service keeps what it inherits open
+        with answer.open("w") as output:  # a file, because the service does not close it
             started = subprocess.run(
                 [control, "-d"], env=environment, stdout=output, stderr=output, timeout=_SECONDS, check=False
             )
