@@ -217,7 +217,7 @@ def run_part(part: Part, folder: Path, *, limit: float | None = None) -> dict[st
         output, _ = process.communicate(timeout=min(part.seconds, limit or part.seconds))
         result = {0: "passed", SKIPPED: "skipped"}.get(process.returncode, "failed")
     except subprocess.TimeoutExpired:
-        # Python prints its stacks at the first signal; one process after another, because they share the pipe.
+        # Python prints its stacks at this signal. One process after another, because they share the pipe.
         for each in _members(process.pid):
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGABRT)
