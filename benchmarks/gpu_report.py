@@ -288,17 +288,20 @@ def main() -> None:
                 parser.error(f"{file} is of {before['machine']['gpu']}: give this machine another name")
             report["parts"] = before["parts"]
         begin = time.monotonic()
+        results: dict[str, dict[str, Any]] = {}  # of this call alone
         for part in every:
             if {part.name, part.name.partition("-")[0]} & {*wanted}:
                 left = (arguments.seconds or math.inf) - (time.monotonic() - begin)
                 if left < _LEAST_SECONDS:
-                    report["parts"][part.name] = {"result": "not started", "seconds": 0.0}
+                    results[part.name] = {"result": "not started", "seconds": 0.0}
+                    report["parts"].setdefault(part.name, results[part.name])
                 else:
-                    report["parts"][part.name] = run_part(part, folder, limit=left)
+                    results[part.name] = run_part(part, folder, limit=left)
+                    report["parts"][part.name] = results[part.name]
                 # After each part: the machine may be gone before the last one ends.
                 file.write_text(json.dumps(report, indent=1) + "\n")
     print(f"Wrote {folder}. Send it with a pull request, see CONTRIBUTING.md.")
-    sys.exit(any(each["result"] in _PROBLEMS for each in report["parts"].values()))
+    sys.exit(any(each["result"] in _PROBLEMS for each in results.values()))
 
 
 if __name__ == "__main__":
