@@ -221,7 +221,7 @@ def run_part(part: Part, folder: Path, *, limit: float | None = None) -> dict[st
         for each in _members(process.pid):
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGABRT)
-            time.sleep(_STACK_SECONDS)
+            time.sleep(_STACK_SECONDS)  # nothing announces the end of its output
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()

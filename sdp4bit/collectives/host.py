@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ def _address_towards_master() -> str | None:
     """
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        if not all(str(entry[4][0]).startswith(("127.", "::1")) for entry in found):
+        if not all(ip_address(entry[4][0]).is_loopback for entry in found):
             return None
     except OSError:
         pass

@@ -18,7 +18,7 @@ def check_kernels(context: Context) -> dict[str, Any]:
     if backend == "reference":
         raise CheckSkippedError("only the reference back end is available")
     progress = Progress(lambda text: context.say(f"      {text}"))
-    # Ranks that are threads share the device: each compares a part of the calls.
+    # Ranks that share a device compare a part of the calls each.
     first, step = (context.ranks.rank, context.ranks.world_size) if context.config.share_gpu else (0, 1)
     for case in itertools.islice(all_cases(), first, None, step):
         found = difference(case.operator, case.first, backend="auto", device=context.device, **case.named)

@@ -118,7 +118,7 @@ def check_removal(context: Context) -> dict[str, Any]:
         raise CheckSkippedError(ONE_RANK)
     half = (context.config.steps + 1) // 2
     plain = _train(context, None)
-    # Plain FSDP2's collectives on the weights that the library's left: every loss is the same.
+    # Plain FSDP2 continues from the weights that the library leaves, so every loss is the same.
     lossless = _train(context, _LOSSLESS, removed_at=half)
     _require_losses(context, plain.losses, lossless.losses, how="sdp4bit removed halfway", tolerance=0.0)
     quantized = _train(context, _QUANTIZED, removed_at=half)
