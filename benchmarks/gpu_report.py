@@ -166,7 +166,7 @@ def parts(folder: Path, scratch: Path, *, device: str) -> list[Part]:
             about="launches and host time of a step per parameter group",
             command=[
                 *("benchmarks.gpu_profile", str(folder / "profile.json"), "--ranks", "2"),
-                # Narrow, so that the host never waits for a full queue of the device. A CPU multiplies in bf16
+                # Narrow, so that the host never waits for a full queue of the device. A CPU multiplies bf16
                 # at a hundredth of the speed, and a step of width 256 takes 3 s there.
                 *("--width", "256" if gpu else "64", "--device", device),
             ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 from benchmarks.markdown import origin, percent, save_figure, table
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.outcomes import outcomes
-from sdp4bit_lab.compare.paired import confidence_interval
 
 BASELINE = "baseline"
 FULL = {"gradient": 4.0, "weight": 2.0}
@@ -249,18 +246,6 @@ def nodes_section(result: dict[str, Any]) -> str:
         "2 (n - 1)/n because a node's own gradient stays exact.\n\n"
         f"{table(titles, rows)}\n{note}{origin(result)}\n"
     )
-
-
-def of_all_nodes(result: dict[str, Any]) -> tuple[float, float, float, int]:
-    """Return mean and 95 % interval in percent of the default over all pairs of runs, and their number."""
-    pairs = []
-    for layout in result["layouts"]:
-        last = {(run["strategy"], run["seed"]): run["validation"][-1][1] for run in layout["runs"]}
-        for (strategy, seed), loss in last.items():
-            if strategy == "sdp4bit":
-                pairs.append(100 * (loss / last[BASELINE, seed] - 1))
-    low, high = confidence_interval(pairs) or (math.nan, math.nan)
-    return statistics.mean(pairs), low, high, len(pairs)
 
 
 def draw_nodes(result: dict[str, Any], path: Path, *, digest: str) -> None:

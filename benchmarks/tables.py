@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,22 +26,17 @@ from benchmarks.loss_tables import (
     loss_section,
     losses,
     nodes_section,
-    of_all_nodes,
     size_table,
 )
 from benchmarks.markdown import NOTICE, origin, percent, table
 from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table, span
 from benchmarks.speed_tables import (
-    RATES,
-    SHOWN,
     cluster_results,
     cluster_section,
     draw_step_times,
     kernels_page,
     nccl_page,
     profile_section,
-    rates_of,
-    seconds_of,
 )
 from sdp4bit_lab.common.files import write_atomically
 
@@ -226,13 +221,9 @@ class Results:
             return self._loss(detail or "sdp4bit")
         if kind == "nodes":
             return self._loss_of_nodes(detail)
-        if kind in ("gain", "hsdp", "large"):
-            gains = self._gains(int(detail), over="over_bf16" if kind == "gain" else "over_hsdp", kind=kind)
+        if kind in ("gain", "hsdp"):
+            gains = self._gains(int(detail), over="over_bf16" if kind == "gain" else "over_hsdp")
             return f"{min(gains):.1f} to {max(gains):.1f}"
-        if name == "lora":
-            return self._cell("finetuning", 0, ["LoRA, sdp4bit"], column=-1)
-        if kind == "extra":
-            return self._extra_memory(detail)
         if kind == "link":
             rows = self._read("planning.json")["boxes"]["rows"]
             gains = [
@@ -250,9 +241,6 @@ class Results:
             return peak_table(self._read("memory.json"))
         if name == "ratios":
             return ratio_table(self._read("planning.json"))
-        if name == "stock":
-            row = seconds_of(self.clusters[0])["fsdp2"][rates_of(self.clusters[0])[0]]
-            return f"{row['seconds_per_step']:.2f} s"
         if kind == "nccl":
             return self._gain_over_nccl(int(detail), layout="2x1", over="fsdp2-bf16", of="sdp4bit")
         if kind == "ncclhsdp":
@@ -262,13 +250,10 @@ class Results:
             return f"{sum(result['launches'].values()) / result['groups']:.0f}"
         if name in ("sizes", "predicted-sizes"):
             return size_table(self._study("size_law"), predicted=name != "sizes")
-        if name == "summary":
-            return self._summary()
         raise ValueError(
-            f"<!-- result {name} --> names no result: use summary, stock, lora, launches, "
-            "memory, peaks, ratios, sizes, predicted-sizes, extra-MODEL, link-NAME, box-NAME, loss-STRATEGY, "
-            "loss-first, nodes-COUNT, nodes-all, gain-GBIT, hsdp-GBIT, large-GBIT, nccl-GBIT "
-            "or ncclhsdp-GBIT"
+            f"<!-- result {name} --> names no result: use launches, memory, peaks, ratios, sizes, "
+            "predicted-sizes, link-NAME, box-NAME, loss-STRATEGY, nodes-COUNT, gain-GBIT, hsdp-GBIT, "
+            "nccl-GBIT or ncclhsdp-GBIT"
         )
 
     def _gain_over_nccl(self, gbit: int, *, layout: str, over: str, of: str) -> str:
@@ -277,58 +262,21 @@ class Results:
         return f"{ratio['ratio']:.1f}"
 
     def _loss_of_nodes(self, count: str) -> str:
-        if count == "all":
-            mean, low, high, pairs = of_all_nodes(self.nodes)
-            return f"{percent(mean, digits=2)} ({low:+.2f} to {percent(high, digits=2)}), {pairs} pairs"
         (layout,) = (each for each in self.nodes["layouts"] if each["nodes"] == int(count))
         (loss,) = (each for each in losses(layout) if each.strategy == "sdp4bit")
         return f"{percent(loss.percent, digits=2)} ({loss.interval_text(digits=2)}), {loss.seeds} seeds"
 
     def _loss(self, strategy: str) -> str:
-        results = self.accuracy
-        if strategy == "first":
-            strategy, results = "sdp4bit", [self._read("accuracy-first-recipe.json")]
-        every = (loss for result in results for loss in losses(result, only_stable=True))
+        every = (loss for result in self.accuracy for loss in losses(result, only_stable=True))
         loss = next((loss for loss in every if loss.strategy == strategy), None)
         if loss is None:
             raise ValueError(f"no accuracy result has three seeds of {strategy}")
         return f"{percent(loss.percent, digits=2)} ({loss.interval_text(digits=2)})"
 
-    def _gains(self, gbit: int, *, over: str, kind: str) -> list[float]:
-        plans = self._read("planning.json")
-        of = plans["large_batch"] if kind == "large" else plans
-        rows = (row for row in of["rows"] if row["gbit"] == gbit and row["fits"])
+    def _gains(self, gbit: int, *, over: str) -> list[float]:
+        rows = self._read("planning.json")["rows"]
+        rows = (row for row in rows if row["gbit"] == gbit and row["fits"])
         return [gain for row in rows for gain in row[over] or ()]
-
-    def _extra_memory(self, model: str) -> str:
-        """Return the memory that sdp4bit needs beyond plain FSDP2 on two nodes."""
-        rows = self._read("planning.json")["memory"]
-        row = next(row for row in rows if (row["model"], row["nodes"]) == (model, 2))
-        extra = sum(row["sdp4bit"].values()) - sum(row["fsdp2"].values())
-        return f"{extra / 1e9:.1f} GB"
-
-    def _cell(self, study: str, number: int, start: Sequence[str], *, column: int) -> str:
-        """Return a cell of a study's table, from the row that starts with these cells."""
-        rows: list[list[str]] = self._study(study)["tables"][number]["rows"]
-        return next(cells[column] for cells in rows if cells[: len(start)] == start)
-
-    def _summary(self) -> str:
-        cluster = self.clusters[0]
-        by_strategy, rates = seconds_of(cluster), rates_of(cluster)
-        rows = []
-        for strategy, name in SHOWN.items():
-            taken = [by_strategy[strategy][rate] for rate in rates]
-            sent = taken[0]["reported_bytes_per_node_per_step"] / cluster["parameters"]
-            cells = [
-                name,
-                f"{sent:.2g}",
-                *(f"{row['seconds_per_step']:.2f}\N{NO-BREAK SPACE}s" for row in taken),
-            ]
-            ours = strategy == "sdp4bit"
-            rows.append([f"**{cell}**" if ours and column < 2 else cell for column, cell in enumerate(cells)])
-        layout = f"{cluster['nodes']} nodes x {cluster['ranks_per_node']} rank"
-        links = (RATES[rate].replace(" ", "\N{NO-BREAK SPACE}") for rate in rates)
-        return table([layout, "bytes per parameter", *links], rows)
 
     def documents(self) -> Iterator[tuple[Path, str]]:
         """Yield path and content of every generated page and of every page with a marker."""

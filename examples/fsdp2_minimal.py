@@ -1,12 +1,14 @@
 """The one new line in a plain FSDP2 training loop.
 
     torchrun --nproc-per-node 4 examples/fsdp2_minimal.py
+    torchrun --nproc-per-node 4 examples/fsdp2_minimal.py --hsdp
 
 `topology=2` lets four ranks represent two nodes of two. On a cluster leave it out: nodes are detected by
-host name.
+host name. With `--hsdp` each of the two nodes holds a replica.
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -43,7 +45,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model().to(device)
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    size = dist.get_world_size()
+    if "--hsdp" in sys.argv:
+        mesh = init_device_mesh(device.type, (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -9,14 +9,13 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sdp4bit import __version__
 from sdp4bit_lab.common.files import shorten_warnings
-from sdp4bit_lab.common.settings import EXIT_SETTING, RunError, SettingError
+from sdp4bit_lab.common.settings import EXIT_SETTING, SettingError
 
 if TYPE_CHECKING:
     from sdp4bit_lab.common.launch.config import RanksConfig
@@ -166,38 +165,14 @@ def _compare(config: CompareConfig) -> int:
     packages=(*_TRAINING, "matplotlib", "scipy"),
 )
 def _demo(config: DemoConfig) -> int:
-    """Show the gain with a small GPT on 4 local processes that represent 2 nodes of 2 ranks. The demo prints
-    the time of a step at three link rates, then the losses of plain FSDP2 and of 4-bit communication. With
-    root, the nodes are joined by a shaped link; otherwise the times are calculated. It takes about 4
-    minutes on two idle cores. If it is interrupted, the same command continues."""
-    table, comparison = config.out / "links.txt", config.comparison()
-    fast, slow = config.minutes
-    print(
-        f"sdp4bit demo: times steps, then trains two runs of {config.steps} steps into {config.out}. "
-        f"This usually takes {fast} to {slow} minutes.",
-        flush=True,
-    )
-    if not table.is_file() and (code := _time_links(config, comparison.parallel)):
-        return code
-    print(table.read_text(encoding="utf-8"), flush=True)
-    return _compare(comparison)
+    """Show the gain with a small GPT on 4 local processes that represent 2 nodes of 2 ranks. The demo trains
+    with plain FSDP2 and with 4-bit communication, and prints the losses of both and the time of a step at
+    three link rates. With root, the nodes are joined by a shaped link; otherwise the times are calculated.
+    It takes about 4 minutes on two idle cores. If it is interrupted, the same command continues."""
+    _import_torch()
+    from sdp4bit_lab.compare.demo import demo
 
-
-def _time_links(config: DemoConfig, parallel: RanksConfig) -> int:
-    from sdp4bit_lab.common.launch.link import linked_nodes, reason_against_link
-    from sdp4bit_lab.compare.config import LinkTimesConfig
-
-    reason = reason_against_link()
-    with ExitStack() as stack:
-        link = None
-        if not reason:
-            try:
-                link = stack.enter_context(linked_nodes())
-            except RunError as error:
-                reason = str(error)
-        timed = LinkTimesConfig.of(config, why_calculated=reason)
-        program = "sdp4bit_lab.compare.links:time_links"
-        return _run_on_ranks(program, timed, parallel, leaves_early=False, link=link)
+    return demo(config)
 
 
 @_command(
@@ -209,9 +184,9 @@ def _time_links(config: DemoConfig, parallel: RanksConfig) -> int:
 def _export(config: ExportConfig) -> int:
     """Write a checkpoint's model and tokenizer as a Hugging Face GPT-2 model: config.json, model.safetensors
     and the tokenizer files. Needs one process and no GPU."""
-    from sdp4bit_lab.common.phases import start_phases
+    from sdp4bit_lab.common.progress import start_progress
 
-    start_phases(f"reading {config.load}")
+    start_progress(f"reading {config.load}")
     from sdp4bit_lab.pretrain.export import export_model
 
     print(f"sdp4bit: wrote {export_model(config)}")
@@ -294,9 +269,9 @@ def _selftest(config: SelftestConfig) -> int:
 def _report(config: ReportConfig) -> int:
     """Write an HTML page about training runs: loss, inter-node bytes and training stability. Reads the --out
     folders of pretrain, compare and demo, even during training."""
-    from sdp4bit_lab.common.phases import start_phases
+    from sdp4bit_lab.common.progress import start_progress
 
-    start_phases("reading the runs")
+    start_progress("reading the runs")
     from sdp4bit_lab.report.command import write_report
 
     print(f"sdp4bit: wrote {write_report(config)}")
@@ -305,12 +280,20 @@ def _report(config: ReportConfig) -> int:
 
 def _run_on_ranks(program: str, config: object, parallel: RanksConfig, **options: Any) -> int:
     """Import torch, and call `run_on_ranks`."""
-    from sdp4bit_lab.common.phases import start_phases
-
-    start_phases("importing torch")
+    _import_torch()
     from sdp4bit_lab.common.launch.local import run_on_ranks
 
     return run_on_ranks(program, config=config, parallel=parallel, **options)
+
+
+def _import_torch() -> None:
+    """Import torch, which takes seconds, and show that."""
+    # For the ranks, too: without reverse DNS every connection prints a warning. Errors are still printed.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from sdp4bit_lab.common.progress import start_progress
+
+    start_progress("importing torch")
+    import torch  # noqa: F401
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -348,12 +331,12 @@ def _main(arguments: Sequence[str]) -> int:
     command = COMMANDS[arguments[0]]
     settings = command.parse(arguments[1:])
 
-    from sdp4bit_lab.common.phases import end_phases
+    from sdp4bit_lab.common.progress import end_progress
 
     try:
         return command.run(settings)
     finally:
-        end_phases()
+        end_progress()
 
 
 def _overview() -> str:

@@ -1,38 +1,31 @@
-"""Write files atomically and print progress."""
+"""Write files atomically, and print lines and tables."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
+import socket
 import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
+
+from sdp4bit_lab.common.settings import SettingError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+LOCK = ".lock"
 SUMS = "SHA256SUMS"
 """File with the checksums of the other files of a folder, as `sha256sum` writes it."""
 _WIDTH = 80
-_QUIET_SECONDS = 5.0
-
-
-class Progress:
-    """Report the progress of a long task, at most every 5 seconds."""
-
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
-        self._last = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        if time.monotonic() - self._last > _QUIET_SECONDS:
-            self._last = time.monotonic()
-            self._say(text)
+_LOCK_SECONDS = 3.0
+"""Time that an ended process has to give up its lock."""
 
 
 def time_left(seconds: float) -> str:
@@ -47,7 +40,9 @@ def time_left(seconds: float) -> str:
 
 def note(text: str) -> None:
     """Print a line to standard error."""
-    sys.stderr.write(f"sdp4bit: {text}\n")
+    # On a terminal, another process may show its progress in the last line.
+    start = "\r\x1b[2K" if sys.stderr.isatty() and not hasattr(sys.stderr, "rich_proxied_file") else ""
+    sys.stderr.write(f"{start}sdp4bit: {text}\n")
     sys.stderr.flush()
 
 
@@ -93,6 +88,42 @@ def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
     working = path.with_name(f".{path.name}")
     figure.savefig(working, format="png", dpi=dpi)
     working.replace(path)
+
+
+def lock_folder(folder: Path, *, option: str, name: str = LOCK) -> TextIO:
+    """Reserve a folder for this process, until it closes the returned file or exits.
+
+    Args:
+        option: option that has named the folder.
+        name: file of the lock.
+
+    Raises:
+        SettingError: another process holds the lock; names its host and number.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / name).open("a+", encoding="utf-8")
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise SettingError(
+                    f"{option} {folder}: another run writes here ({file.read().strip()}). End it, or give "
+                    "another folder"
+                ) from None
+            time.sleep(0.1)
+        except OSError as error:
+            note(
+                f"warning: {folder} cannot be locked ({error.strerror}): start only one run that writes here"
+            )
+            return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
 
 
 def sync(path: Path) -> None:

@@ -41,7 +41,7 @@ class CompareConfig:
     jobs: int = 1
     """Runs to train concurrently, each with one thread per rank."""
     log_interval: int = 10
-    """Steps between printed lines. A line also follows after 5 seconds."""
+    """Steps between printed lines."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -126,7 +126,7 @@ class DemoConfig:
     """A small GPT, trained with plain FSDP2 and with 4-bit communication."""
 
     out: Path = Path("runs/demo")
-    """Folder for summary.json, table.md, curves.png and a folder per run."""
+    """Folder for summary.json, table.md, curves.png, links.png and a folder per run."""
     steps: int = 150
     """Optimizer steps of each run."""
     seed: int = 1
@@ -135,9 +135,16 @@ class DemoConfig:
     """dtype of activations. auto: bf16, or fp32 on CPUs without bf16 instructions."""
     cache_dir: CacheFolder = None
     """Cache of tokenized text. Default: $XDG_CACHE_HOME/sdp4bit or ~/.cache/sdp4bit."""
+    retime: bool = False
+    """Measure the step times again; otherwise those of an earlier demo in --out are shown."""
 
     def __post_init__(self) -> None:
         self.comparison()
+
+    @property
+    def links(self) -> Path:
+        """File with the step times."""
+        return self.out / "links.json"
 
     @property
     def minutes(self) -> tuple[int, int]:
@@ -168,9 +175,7 @@ class LinkTimesConfig:
 
     run: PretrainConfig
     out: Path
-    """File for the table."""
-    steps: int
-    """Steps of each run that follows."""
+    """File for the times."""
     why_calculated: str
     """Why the times are calculated; "" measures them on a shaped link."""
 
@@ -180,4 +185,4 @@ class LinkTimesConfig:
         run = next(run for variant, run in demo.comparison().runs() if variant.strategy == "sdp4bit")
         # Enough steps to draw from; the run is dropped afterwards.
         run = replace(run, training=replace(run.training, steps=10_000))
-        return cls(run=run, out=demo.out / "links.txt", steps=demo.steps, why_calculated=why_calculated)
+        return cls(run=run, out=demo.links, why_calculated=why_calculated)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from sdp4bit_lab.common.launch.child import end_with_parent
 from sdp4bit_lab.common.launch.local import run_on_ranks, start
@@ -47,11 +46,9 @@ class Job:
 
 def train(job: Job, *, ranks: Ranks) -> str | None:
     """Train a run and write its result, also if it diverges; return the reason if it stopped early."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
     result = pretrain(
         job.config,
         ranks=ranks,
-        console=console,
         label=job.label,
         part=job.part,
         steps_after=job.steps_after,
@@ -101,5 +98,7 @@ def train_at_once(jobs: Sequence[Job], *, most: int) -> Iterator[tuple[Job, int]
 
 def _run_job(job: Job) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
+    # The updating lines of several runs would overwrite each other; a dumb terminal gets lines like a file.
+    os.environ["TERM"] = "dumb"
     program = f"{__name__}:{train_with_one_thread.__name__}"
     sys.exit(run_on_ranks(program, config=job, parallel=job.config.parallel))

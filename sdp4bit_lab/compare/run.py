@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
-from rich.console import Console
 
-from sdp4bit_lab.common.files import note
+from sdp4bit_lab.common.files import lock_folder, note
 from sdp4bit_lab.common.launch.signals import listen, received
-from sdp4bit_lab.common.phases import end_phases, phase
+from sdp4bit_lab.common.progress import console, end_progress, phase
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, run_on_all_ranks
 from sdp4bit_lab.common.settings import EXIT_FAILED, SettingError, require
 from sdp4bit_lab.compare.config import CompareConfig
@@ -22,15 +22,32 @@ from sdp4bit_lab.compare.tables import Report
 from sdp4bit_lab.pretrain.data.batches import prepare_dataset
 
 
-def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
+def compare(
+    config: CompareConfig, *, ranks: Ranks, command: Literal["compare", "demo"] = "compare"
+) -> list[FinishedRun]:
     """Train the runs that have no result yet, and return all finished runs.
 
     The report is updated after every run. A signal stops the comparison after the current step.
 
+    Args:
+        command: demo prints no time of a step, because its link has no limit, and no options of compare.
+
     Raises:
-        SettingError: on all ranks before training: a folder has a result with other settings.
+        SettingError: on all ranks before training: a folder has a result with other settings, or another
+        comparison writes there.
         SystemExit: a run of --jobs failed; the others have ended.
     """
+    lock = run_on_all_ranks(lambda: lock_folder(config.out, option="--out") if ranks.is_first else None)
+    try:
+        return _compare(config, ranks=ranks, command=command)
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _compare(
+    config: CompareConfig, *, ranks: Ranks, command: Literal["compare", "demo"]
+) -> list[FinishedRun]:
     world_size = ranks.world_size
     if config.jobs > 1:
         require(world_size == 1, "--jobs starts its own processes: run it without torchrun")
@@ -41,7 +58,6 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
             "one rank sends nothing, so all strategies are identical: start several with --nproc-per-node 4 "
             "--ranks-per-node 2, or simulate them with --simulated-ranks 4 --ranks-per-node 2"
         )
-    console = Console(highlight=False, markup=False, soft_wrap=True)
     runs = config.runs()
     dataset = prepare_dataset(runs[0][1].resolved_data, ranks=ranks).key
     jobs = [
@@ -62,7 +78,7 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
     def report() -> Report:
         planned = {job.folder: job.planned for job in jobs}
         finished = broadcast_from_rank0(lambda: find_finished(planned))
-        return Report(runs=list(finished.values()), baseline=baseline, planned=len(jobs))
+        return Report(runs=list(finished.values()), baseline=baseline, planned=len(jobs), command=command)
 
     def write() -> None:
         current = report()
@@ -70,13 +86,14 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
 
     done = report().runs
     if done and ranks.is_first:
-        console.print(f"trained before: {', '.join(run.name for run in done)}")
+        console().print(f"trained before: {', '.join(run.name for run in done)}")
     names = {run.name for run in done}
     remaining = [job for job in jobs if f"{job.label}, seed {job.config.seed}" not in names]
     stopped: str | None = None
     failed: list[str] = []
     if config.jobs > 1:
         listen()
+        end_progress()  # the runs print theirs
         for place, (job, code) in enumerate(train_at_once(remaining, most=config.jobs), start=1):
             if code and received() is None:
                 failed.append(f"{job.label}, seed {job.config.seed} (exit code {code})")
@@ -93,9 +110,9 @@ def compare(config: CompareConfig, *, ranks: Ranks) -> list[FinishedRun]:
                 write()
     last = report()
     if last.runs:
-        run_on_all_ranks(lambda: _conclude(last, config.out, console) if ranks.is_first else None)
+        run_on_all_ranks(lambda: _conclude(last, config.out) if ranks.is_first else None)
     if stopped is not None and ranks.is_first:
-        console.print(f"Stopped by {stopped}. The same command continues with the remaining runs.")
+        console().print(f"Stopped by {stopped}. The same command continues with the remaining runs.")
     if failed:
         note(f"error: failed runs: {', '.join(failed)}")
         raise SystemExit(EXIT_FAILED)
@@ -107,18 +124,18 @@ def merge_comparisons(config: CompareConfig) -> list[FinishedRun]:
     runs = merge_finished(config.merge)
     baseline = config.choose_baseline([run.strategy for run in runs])
     report = Report(runs=runs, baseline=baseline, planned=len(runs))
-    _conclude(report, config.out, Console(highlight=False, markup=False, soft_wrap=True))
+    _conclude(report, config.out)
     return runs
 
 
 def _write(report: Report, out: Path) -> None:
     phase("writing summary.json, table.md and curves.png")
     report.write(out)
-    end_phases()
+    end_progress()
 
 
-def _conclude(report: Report, out: Path, console: Console) -> None:
+def _conclude(report: Report, out: Path) -> None:
     _write(report, out)
-    # Already wrapped at 80 columns.
-    console.print(f"{report.text()}\n\nWrote summary.json, table.md and curves.png to {out}")
-    console.print(f"Next: sdp4bit report {out}")
+    console().print(report.text())  # already wrapped at 80 columns
+    if report.command == "compare":
+        console().print(f"\nWrote summary.json, table.md and curves.png to {out}\nNext: sdp4bit report {out}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import aligned, wrapped, write_atomically
@@ -32,6 +32,8 @@ class Report:
     """Label of the baseline; None if it is not among the runs."""
     planned: int
     """Number of runs of the complete comparison."""
+    command: Literal["compare", "demo"] = "compare"
+    """Command that prints it; demo has no step times here, and one seed."""
 
     @cached_property
     def outcomes(self) -> list[StrategyOutcome]:
@@ -63,8 +65,9 @@ class Report:
             )
         pairs = min((len(difference.by_seed) for difference in differences), default=FEWEST_PAIRS)
         if pairs < FEWEST_PAIRS:
+            give = "give" if self.command == "compare" else "`sdp4bit compare` trains several, with"
             notes.append(
-                f"Differences of {pairs} seed{'s' if pairs > 1 else ''} have no significance: give "
+                f"Differences of {pairs} seed{'s' if pairs > 1 else ''} have no significance: {give} "
                 f"{FEWEST_PAIRS} seeds or more, such as --seeds 1,2,3."
             )
         for outcome in self.outcomes:
@@ -148,6 +151,8 @@ class Report:
             )
         if not differences[1:]:
             losses = [row[:-1] for row in losses]
+        if self.command == "demo":
+            costs = [row[:-1] for row in costs]
         tables = [
             ("", losses),
             (f"Validation loss minus that of {self.baseline} with the same seeds:", differences),

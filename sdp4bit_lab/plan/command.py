@@ -9,10 +9,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import aligned, wrapped
+from sdp4bit_lab.common.progress import console
 from sdp4bit_lab.plan.config import ClusterConfig, PlanConfig
 from sdp4bit_lab.plan.costs import Cluster, StepCost
 from sdp4bit_lab.plan.devices import MEMORY_SHARE
@@ -36,7 +35,7 @@ def run_plan(config: PlanConfig) -> int:
     if config.json:
         sys.stdout.write(json.dumps(plan_json(config, cluster, plan), indent=2, allow_nan=False) + "\n")
     else:
-        Console().print(plan_text(config, cluster, plan), highlight=False, markup=False, soft_wrap=True)
+        console().print(plan_text(config, cluster, plan))
     return 0
 
 

@@ -7,9 +7,8 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from sdp4bit.traffic import Grid
+from sdp4bit_lab.common.progress import console
 from sdp4bit_lab.common.settings import require
 from sdp4bit_lab.plan.memory import identifier, memory_per_rank
 from sdp4bit_lab.plan.model import gpt_groups
@@ -78,4 +77,4 @@ def print_dry_run(config: PretrainConfig) -> None:
     if config.json:
         by_name = {identifier(use): size for use, size in sizes.items()}
         lines = [json.dumps({**needs, "bytes_per_rank": by_name})]
-    Console(soft_wrap=True, highlight=False, markup=False).print("\n".join(lines))
+    console().print("\n".join(lines))

@@ -25,7 +25,7 @@ from sdp4bit.quantization.layout import message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit.traffic import Grid, format_bytes
 from sdp4bit_lab.common.files import wrapped, write_atomically
-from sdp4bit_lab.common.phases import end_phases, phase
+from sdp4bit_lab.common.progress import end_progress, phase
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.config import PROBE_FORMAT, ProbeConfig
@@ -96,7 +96,7 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     quantize, moved = _quantization(config.quantized_values, ranks=max(2, len(hosts)), device=device)
     phase("timing the quantization")
     quantization_seconds = _seconds(quantize, rounds=rounds, device=device)
-    end_phases()
+    end_progress()
     return {
         "format": PROBE_FORMAT,
         "name": f"{hosts[0]}, {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}",

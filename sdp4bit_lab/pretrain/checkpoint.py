@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from sdp4bit import CommHandle
 from sdp4bit.collectives.errors import comm_error_context, job_timeout
 from sdp4bit_lab.common.failures import free_bytes
+from sdp4bit_lab.common.files import lock_folder
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.checkpoint_files import (
@@ -35,7 +36,6 @@ from sdp4bit_lab.pretrain.checkpoint_files import (
     RunRecord,
     find_checkpoints,
     first_failure,
-    lock_folder,
     open_checkpoint,
     read_tensors,
 )
@@ -110,7 +110,9 @@ class Checkpointer:
         )
         self._lock: TextIO | None = None
         if (folder := config.save) is not None:
-            self._lock = run_on_all_ranks(lambda: lock_folder(folder) if ranks.is_first else None)
+            self._lock = run_on_all_ranks(
+                lambda: lock_folder(folder, option="--save") if ranks.is_first else None
+            )
             if ranks.is_first:
                 for leftover in folder.glob(".step-*.partial"):  # of runs that were killed
                     shutil.rmtree(leftover, ignore_errors=True)

@@ -15,19 +15,15 @@ layout loads. Other values are JSON in a byte tensor, because torch.distributed.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 import re
 import shutil
-import socket
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,12 +44,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import WriteResult
 
 from sdp4bit_lab.common.failures import one_line
-from sdp4bit_lab.common.files import SUMS, check_sums, note, sha256, sync, write_sums
+from sdp4bit_lab.common.files import SUMS, check_sums, sha256, sync, write_sums
 from sdp4bit_lab.common.ranks import broadcast_from_rank0, gather_over_ranks
 from sdp4bit_lab.common.settings import RunError, SettingError
 
-RECORD, TENSORS, TOKENIZER, LOCK = "run.json", "tensors.json", "tokenizer.json", ".lock"
-_LOCK_SECONDS = 3.0
+RECORD, TENSORS, TOKENIZER = "run.json", "tensors.json", "tokenizer.json"
 """Time for the ranks of a killed run to end."""
 # While a checkpoint of the same step is replaced, the old one briefly has a dotted name.
 _COMPLETE = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
@@ -164,36 +159,6 @@ class CheckpointWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta | None:
         """Record no location, so that the checkpoint can be moved."""
         return StorageMeta()
-
-
-def lock_folder(folder: Path) -> TextIO:
-    """Reserve a folder for the saves of this process, until it closes the returned file or exits.
-
-    Raises:
-        SettingError: another process holds the lock; names its host and number.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / LOCK).open("a+", encoding="utf-8")
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.seek(0)
-                raise SettingError(
-                    f"--save {folder}: another run saves here ({file.read().strip()}). End it, or give "
-                    "another folder"
-                ) from None
-            time.sleep(0.1)
-        except OSError as error:
-            note(f"warning: {folder} cannot be locked ({error.strerror}): start only one run that saves here")
-            return file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
 
 
 def _delete(path: Path) -> None:

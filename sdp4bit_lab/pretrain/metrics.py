@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from rich.console import Console
 
 from sdp4bit.traffic import format_bytes
+from sdp4bit_lab.common import progress
 from sdp4bit_lab.common.failures import failed
 from sdp4bit_lab.common.files import time_left, write_atomically
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-_QUIET_SECONDS = 5.0
-"""Longest time without a line, if steps are shorter."""
 _WIDE = 140
 """Columns of a full line."""
 
@@ -99,7 +98,7 @@ class MetricsWriter:
         self._config = config
         self._steps = steps
         self._description = description
-        self._console = console or Console()
+        self._console = console or progress.console()
         self._spikes = SpikeDetector()
         self.failure: str | None = None
         """Description of the first failed write, after which nothing more is written."""
@@ -118,7 +117,6 @@ class MetricsWriter:
         self._steps_after = steps_after
         self._first: tuple[int, float] | None = None
         """First step and the time of its end."""
-        self._last_line = time.monotonic()
 
     def close(self) -> None:
         if self._lines is not None:
@@ -134,8 +132,7 @@ class MetricsWriter:
             self.failure = self.failure or failed(path, error)
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Write a step to all outputs; print the means since the last line at every log interval, and before
-        5 seconds without a line."""
+        """Write a step to all outputs; print the means since the last line at every log interval."""
         self._write("train", metrics)
         self._since_line.append(metrics)
         self._first = self._first or (metrics.step, time.monotonic())
@@ -143,8 +140,7 @@ class MetricsWriter:
         if spike is not None:
             message = f"{spike}: training is unstable, lower --lr or raise --lr-warmup-iters"
             self.log_alert(spike.step, None, message, value=spike.norm, threshold=SPIKE_RATIO * spike.median)
-        is_due = metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps)
-        if is_due or time.monotonic() + metrics.step_seconds > self._last_line + _QUIET_SECONDS:
+        if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._steps):
             self.say(self._line(metrics))
             self._since_line.clear()
 
@@ -177,7 +173,6 @@ class MetricsWriter:
 
     def say(self, message: str) -> None:
         """Print a line prefixed with the run's description."""
-        self._last_line = time.monotonic()
         self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, last: StepMetrics) -> str:

@@ -17,7 +17,7 @@ import sdp4bit
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.launch.signals import keeping_handlers
-from sdp4bit_lab.common.phases import end_phases, lasting, phase
+from sdp4bit_lab.common.progress import end_progress, phase
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, listen_on_rank, run_on_all_ranks
 from sdp4bit_lab.common.settings import RunError, SettingError, TrainingDivergedError
 from sdp4bit_lab.common.strategies import STRATEGIES
@@ -121,7 +121,7 @@ def pretrain(
     run = build_run(config, ranks=ranks, label=label or config.strategy_name, start=start)
     writer = run_on_all_ranks(lambda: _open_writer(run, console=console, part=part, steps_after=steps_after))
     with keeping_handlers(), closing(writer):
-        end_phases()
+        end_progress()
         if ranks.is_first:
             first = [part or f"writes to {config.logging.folder}"]
             for line in (*first, describe_run(run), *run.loop.batches.notes, *_describe_start(run)):
@@ -132,7 +132,7 @@ def pretrain(
         for line in (*_describe_end(run), *_describe_result(run), *([] if part else _describe_next(run))):
             writer.say(line)
     run.loop.model.communication.remove()
-    end_phases()
+    end_progress()
     return run.result
 
 
@@ -229,7 +229,6 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
         phase("training the first step")
     for metrics in () if result.stopped else loop.steps(stop_code=stop_code):
         if not result.steps:
-            end_phases()
             # Until now a signal has ended the process at once, because there was nothing to save.
             listen_on_rank(loop.ranks)
         result.steps.append(metrics)
@@ -250,19 +249,19 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
         if evaluates and not result.stopped:
             _validate(run, writer)
         if is_last and loop.batches.has_test:
-            lasting("computing the loss on the test split")
+            phase("computing the loss on the test split")
             test = loop.validate(test=True)
             result.test_loss = test.loss
             writer.log_validation(test, event="test")
         checkpointer.poll()
         if saves:
-            lasting(f"saving the checkpoint of step {metrics.step}")
+            phase(f"saving the checkpoint of step {metrics.step}")
             left_out = evaluates and bool(result.stopped)
             checkpointer.save(progress=replace(loop.progress, validation_due=left_out))
         if result.stopped:
             break
-        lasting(f"training step {metrics.step + 1}")
-    lasting("closing the files of the run")
+        phase("training", total=config.training.steps, done=metrics.step)
+    phase("closing the files of the run")
     checkpointer.close()
     writer.close()
     for failure in gather_over_ranks(writer.failure, what="outcome of the output"):
@@ -287,7 +286,7 @@ def _diverged(problem: str, *, step: int, ranks: Ranks) -> TrainingDivergedError
 
 
 def _validate(run: Run, writer: MetricsWriter) -> None:
-    lasting(f"validating after step {run.loop.progress.step}")
+    phase(f"validating after step {run.loop.progress.step}")
     validation = run.loop.validate()
     run.result.validation.append((validation.step, validation.loss))
     writer.log_validation(validation)

@@ -35,7 +35,7 @@ class ReportConfig:
 def write_report(config: ReportConfig) -> Path:
     """Write the page and return its path; runs may still be training."""
     from sdp4bit_lab.common.files import write_atomically
-    from sdp4bit_lab.common.phases import phase
+    from sdp4bit_lab.common.progress import phase
     from sdp4bit_lab.report.page import render_page
     from sdp4bit_lab.report.runs import find_runs
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sdp4bit_lab.common.progress import phase
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks
 from sdp4bit_lab.selftest.config import SelftestConfig
 
@@ -112,6 +113,7 @@ def run_checks(checks: Sequence[tuple[str, Check]], context: Context) -> list[Ou
     outcomes: list[Outcome] = []
     for number, (name, check) in enumerate(checks, start=1):
         context.say(f"[{number}/{len(checks)}] {name} ...")
+        phase(f"checking {name}")
         outcomes.append(_run(name, check, context))
         context.say(f"      {outcomes[-1].result} in {outcomes[-1].seconds:.1f} s")
         if outcomes[-1].failure:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sdp4bit.kernels.cases import all_cases, difference
 from sdp4bit.quantization import ops
-from sdp4bit_lab.common.files import Progress
+from sdp4bit_lab.common.progress import phase
 from sdp4bit_lab.common.ranks import gather_over_ranks
 from sdp4bit_lab.selftest.check import CheckFailedError, CheckSkippedError, Context
 
@@ -17,16 +17,16 @@ def check_kernels(context: Context) -> dict[str, Any]:
     backend, compared = ops.backend_name(context.device.type), 0
     if backend == "reference":
         raise CheckSkippedError("only the reference back end is available")
-    progress = Progress(lambda text: context.say(f"      {text}"))
     # Ranks that share a device compare a part of the calls each.
     first, step = (context.ranks.rank, context.ranks.world_size) if context.config.share_gpu else (0, 1)
-    for case in itertools.islice(all_cases(), first, None, step):
+    cases = list(itertools.islice(all_cases(), first, None, step))
+    for case in cases:
+        phase("comparing calls of kernels", total=len(cases), done=compared)
         found = difference(case.operator, case.first, backend="auto", device=context.device, **case.named)
         if found is not None:
             message = f"{backend}: {case.operator.__name__} differs from the reference: {found}"
             raise CheckFailedError(message, case=str(case))
         compared += 1
-        progress(f"{compared} calls compared")
     compared = (
         sum(gather_over_ranks(compared, what="compared calls")) if context.config.share_gpu else compared
     )

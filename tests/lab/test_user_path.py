@@ -26,7 +26,9 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 README_MODEL = """
+import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 distributed.init_process_group("gloo")
 model = nn.Module()
@@ -145,10 +147,11 @@ def test_every_command_and_back_end_names_the_extra_that_it_needs(python: Path, 
 
 
 def test_the_lines_of_the_readme_run(python: Path, tmp_path: Path) -> None:
-    (code,) = [
-        text for language, _, text in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python"
+    (diff,) = [
+        text for language, _, text in BLOCK.findall((ROOT / "README.md").read_text()) if language == "diff"
     ]
-    (tmp_path / "train.py").write_text(README_MODEL + code + README_STEPS)
+    code = "\n".join(line[2:] for line in diff.splitlines())
+    (tmp_path / "train.py").write_text(README_MODEL + code.replace("mp_policy=policy", "") + README_STEPS)
     assert "gradients" in run(python, *RANKS, "train.py", cwd=tmp_path)
 
 

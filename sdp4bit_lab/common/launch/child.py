@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from sdp4bit_lab.common.files import shorten_warnings
 from sdp4bit_lab.common.launch.link import Link
-from sdp4bit_lab.common.phases import start_phases
+from sdp4bit_lab.common.progress import end_progress, start_progress
 from sdp4bit_lab.common.settings import EXIT_FAILED
 
 
@@ -26,7 +26,7 @@ def run_child(
     """Run a program as the rank that the environment describes; see `local.run_on_ranks`.
 
     Args:
-        began: see `start_phases`.
+        began: see `start_progress`.
         link: see `local.run_on_ranks`.
     """
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -34,10 +34,11 @@ def run_child(
     if link is not None:
         link.enter(2 * int(environment["RANK"]) // int(environment["WORLD_SIZE"]))
     shorten_warnings()
-    start_phases("importing torch", began=began)
+    start_progress("importing torch", began=began)
     from sdp4bit_lab.common.launch.local import run_rank
 
     code = run_rank(program, config=config, timeout=timeout)
+    end_progress()
     sys.stdout.flush()
     sys.stderr.flush()
     # Without cleanup, which takes seconds per rank, and so that the launcher stops the others before they

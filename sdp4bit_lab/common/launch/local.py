@@ -33,7 +33,7 @@ from sdp4bit_lab.common.launch.signals import (
     keeping_handlers,
     received,
 )
-from sdp4bit_lab.common.phases import end_phases, lasting, phase, start_phases
+from sdp4bit_lab.common.progress import end_progress, phase, start_progress
 from sdp4bit_lab.common.ranks import join_ranks, ranks_listen
 from sdp4bit_lab.common.settings import EXIT_FAILED
 
@@ -92,11 +92,12 @@ def run_rank(program: str, *, config: object, timeout: timedelta) -> int:
             phase(f"joining {os.environ['WORLD_SIZE']} ranks")
         # A launcher's rank ignores repeated signals until it has exited.
         with keeping_handlers(restores="RANK" not in os.environ), join_ranks(timeout=timeout) as ranks:
-            end_phases()
+            end_progress()
             run(config, ranks=ranks)
-            lasting("leaving the ranks")
+            phase("leaving the ranks")
             ignore()
     except BaseException as error:
+        end_progress()
         ending = outcome(error)
         if ending is None:
             raise
@@ -125,7 +126,7 @@ def _run_processes(
     host, interface = (
         (_HERE, os.environ.get("GLOO_SOCKET_IFNAME", "lo")) if link is None else (link.address(0), INTERFACE)
     )
-    began = start_phases(f"starting {size} processes")
+    began = start_progress(f"starting {size} processes")
     # Handled in `_join`, because a handler could miss a rank that is being started.
     signals: list[signal.Signals] = []
     for number in SIGNALS:
@@ -155,7 +156,7 @@ def _run_processes(
     ]
     try:
         start(*processes)
-        end_phases()  # the first rank prints them now
+        end_progress()  # the first rank prints them now
         return _join(processes, signals, listens=lambda: leaves_early and ranks_listen(store))
     finally:
         started = [process for process in processes if process.pid is not None]
@@ -201,9 +202,10 @@ def _join(
     first_at: float | None = None
     is_ending = False
     while running := [process for process in processes if process.exitcode is None]:
-        if not is_ending and len(running) < len(processes):
+        # Not before the first rank has ended, which shows its own phases.
+        if not is_ending and processes[0].exitcode is not None:
             is_ending = True
-            lasting("waiting for the processes to exit")
+            phase("waiting for the processes to exit")
         wait([process.sentinel for process in running], timeout=_POLL)
         if _failed(processes):
             return _report_failure(processes)

@@ -132,7 +132,7 @@ class LoggingConfig:
     tensorboard_dir: Path | None = None
     """Folder for TensorBoard events. Default: tensorboard in the run's folder."""
     log_interval: int = 10
-    """Steps between printed lines. A line also follows after 5 seconds."""
+    """Steps between printed lines."""
     log_throughput: bool = False
     """Print TFLOP/s per device, by the paper's formula."""
     telemetry_interval: int = 10

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import tokenizers
 
-from sdp4bit_lab.common.files import Progress, check_sums, write_sums
-from sdp4bit_lab.common.phases import phase
+from sdp4bit_lab.common.files import check_sums, write_sums
+from sdp4bit_lab.common.progress import phase
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.corpus import CorpusSplit, split_corpus
@@ -121,13 +121,12 @@ def _tokenize(split: CorpusSplit, *, config: DataConfig, folder: Path) -> None:
         IndexedWriter(folder / TRAIN, dtype=dtype) as train,
         IndexedWriter(folder / VALIDATION, dtype=dtype) as validation,
     ):
-        phase(f"tokenizing {split.documents:,} documents for the cache")
-        remaining, progress, done = split.read(), Progress(phase), 0
+        remaining, done = split.read(), 0
         while documents := list(islice(remaining, _ENCODE_DOCUMENTS)):
+            phase("tokenizing documents for the cache", total=split.documents, done=done)
             encoded = tokenizer.encode_documents([text for text, _ in documents])
             for (_, held_out), tokens in zip(documents, encoded, strict=True):
                 (validation if held_out else train).add([tokens])
             done += len(documents)
-            progress(f"tokenized {done:,} of {split.documents:,} documents")
         for writer in (train, validation):
             writer.finish()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from sdp4bit import ReplicaMismatchError
+from sdp4bit_lab.common.files import LOCK
 from sdp4bit_lab.common.ranks import Ranks
 from sdp4bit_lab.pretrain.checkpoint import Checkpointer
-from sdp4bit_lab.pretrain.checkpoint_files import LOCK, Progress, RunRecord
+from sdp4bit_lab.pretrain.checkpoint_files import Progress, RunRecord
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 
 SHAPE = {"layers": 1, "hidden": 8, "heads": 2, "vocabulary": 128, "positions": 16, "dropout": 0.0}

@@ -22,9 +22,9 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from sdp4bit import ReplicaMismatchError
+from sdp4bit_lab.common import files
 from sdp4bit_lab.common.files import SUMS, write_sums
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain import checkpoint_files
 from sdp4bit_lab.pretrain.checkpoint_files import TENSORS, find_checkpoints, open_checkpoint
 from tests.lab.pretrain.saved_runs import SavedRun, flip_bit, load_step, names, save_step
 from tests.ranks import one_rank
@@ -275,10 +275,10 @@ def test_copies_that_differ_are_not_saved(tmp_path):
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(files, "_LOCK_SECONDS", 0.1)
     with one_rank():
         first = SavedRun(tmp_path, step=1)
-        with pytest.raises(SettingError, match=f"another run saves here .process {os.getpid()} on "):
+        with pytest.raises(SettingError, match=f"another run writes here .process {os.getpid()} on "):
             SavedRun(tmp_path, step=2)
         first.save()
         first.checkpointer.close()
