@@ -8,7 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+# A bar for every download, but no list of the packages that are there already.
+PIP_INSTALL := $(BIN)/python -m pip install --no-input -c constraints.txt
 # A file's tests share what its fixtures have started. Workers take the files in the order of tests/conftest.py; the
 # third works while ranks of the others wait for each other, and more only take the cores from ranks that would not.
 PYTEST := -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
@@ -49,7 +50,7 @@ demo: $(STAMP) ## train a small GPT with and without 4-bit communication, into r
 	$(BIN)/sdp4bit demo --out runs/demo
 
 docs: $(STAMP) ## build the documentation site, into build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'open build/site/index.html'
 
 test: $(STAMP) ## run the tests

@@ -26,10 +26,10 @@ FORMAT = "sdp4bit-links-1"
 RATES = (100, 250, 1000)
 """Mbit/s between the nodes."""
 _WARM_UPS = 2
-_PAIRS = 2, 4, 4
-"""Pairs of blocks of steps in the first measurement, and in those that follow unreliable ones."""
+_PAIRS = 2, 3
+"""Pairs of blocks of steps in the first measurement, and in the one that follows unreliable times."""
 _LARGEST_SPREAD = 1.25
-"""Largest gain of a pair of blocks over the smallest. On idle machines it was 1.02 to 1.15."""
+"""Largest gain of a pair of blocks over the smallest."""
 _LINE = {"plain FSDP2": "#9a9a9a", "sdp4bit": "#0a7a5c"}
 
 

@@ -48,6 +48,24 @@ def test_example_runs_and_logs_bytes(package: str) -> None:
         assert "9 frozen not sent" in flat(done.stdout) and "full refreshes" not in flat(done.stdout)
 
 
+def test_deepspeed_example_prints_the_ratio_of_the_readme() -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-ecosystem")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [sys.executable, *launch, "examples/deepspeed_minimal.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, last = done.stdout.splitlines()
+    assert last == "8.85x fewer inter-node bytes than plain DeepSpeed"
+    assert f"`{last.split()[0]} fewer`" in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("package", PAGES)
 def test_page_or_section_begins_with_a_block_whose_imports_exist(package: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")

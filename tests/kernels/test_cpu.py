@@ -123,7 +123,7 @@ class TestCalls:
         monkeypatch.setattr(*attempt, refuse)
         signature = numba.types.int64(numba.types.int64)
         assert cpu_kernels._compile(numba.njit, compiled_once.doubled, signature)(4) == 8
-        where = "in every process, because numba cannot" if missing == "cache" else "once per machine"
+        where = "in every process, because numba cannot" if missing == "cache" else "not in the cache"
         assert caplog.text.count("compiling CPU kernels") == 1 and where in caplog.text
         assert list(tmp_path.rglob("*.nbi")) == [] or missing == "lock"
 
@@ -148,7 +148,7 @@ class TestCompilation:
         assert [process.returncode for process in processes] == [0, 0, 0], errors
         assert (tmp_path / "log").read_text().count("\n") == 1
         assert errors.count("\n") == 1
-        assert errors.startswith("sdp4bit: compiling CPU kernels, once per machine (about ")
+        assert errors.startswith("sdp4bit: compiling CPU kernels that are not in the cache (3 to ")
 
     def test_the_others_continue_if_it_is_killed(self, tmp_path):
         log = tmp_path / "log"

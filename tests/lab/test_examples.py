@@ -73,9 +73,9 @@ def test_a_command_of_the_gallery_can_be_given(words: list[str], tmp_path: Path)
             assert program.suffix == ".sbatch" or os.access(program, os.X_OK)
 
 
-def run(name: str, *options: str) -> list[str]:
-    """Return the lines that an example prints with two ranks."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def run(name: str, *options: str, ranks: int = 2) -> list[str]:
+    """Return the lines that an example prints."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*launch, str(ROOT / "examples" / name), *options],
         capture_output=True,
@@ -172,11 +172,19 @@ def test_the_example_by_hand_prints_what_it_does() -> None:
 
 
 @pytest.mark.slow
-def test_the_fsdp2_example_trains() -> None:
-    lines = run("fsdp2_minimal.py")
-    assert re.fullmatch(r"[\d.]+x fewer inter-node bytes than plain FSDP2", lines[-1])
-    assert len(losses(lines)) == 12
-    assert any("gradients  full precision: all ranks on one node" in line for line in lines)
+@pytest.mark.parametrize(
+    ("command", "last"),
+    [
+        (["fsdp2_minimal.py"], "11.77x fewer inter-node bytes than plain FSDP2"),
+        (["fsdp2_minimal.py", "--hsdp"], "7.74x fewer inter-node bytes than plain FSDP2"),
+        (["ddp_minimal.py"], "11.64x fewer inter-node bytes than plain DDP"),
+    ],
+    ids=["FSDP2", "HSDP", "DDP"],
+)
+def test_a_minimal_example_prints_the_ratio_of_the_readme(command: list[str], last: str) -> None:
+    lines = run(*command, ranks=4)
+    assert lines[-1] == last and last.split(maxsplit=1)[0] in (ROOT / "README.md").read_text()
+    assert len(losses(lines)) == 12 and losses(lines)[-1] < losses(lines)[0]
 
 
 def test_the_example_of_an_engine_trains_with_and_without_sdp4bit() -> None:

@@ -53,7 +53,7 @@ from sdp4bit.quantization.formats import Format
 logger = logging.getLogger("sdp4bit")
 
 Flags = tuple[int | Format, ...]
-_TYPICAL_SECONDS = 30
+_TYPICAL_SECONDS = 3, 30
 """Time to compile the kernels of a training run."""
 _RECENT_SECONDS = 600.0
 """Time in which the ranks of one launcher announce compilation only once."""
@@ -399,7 +399,7 @@ def _compile(decorator: Callable[..., Any], function: Callable[..., None], *args
         # Another process may have compiled it meanwhile.
         with suppress(_NotCachedError):
             return build(cache=True, pipeline_class=_CachedOnly)
-        _announce(lock, "once per machine")
+        _announce(lock, "that are not in the cache")
         try:
             return build(cache=True)
         except OSError:  # the disk of the cache is full
@@ -436,7 +436,7 @@ def _announce(lock: int | None, where: str) -> None:
         is_known = is_recent and os.pread(lock, 32, 0) == parent
         os.ftruncate(lock, os.pwrite(lock, parent, 0))
     if not is_known:
-        logger.warning("sdp4bit: compiling CPU kernels, %s (about %d s)", where, _TYPICAL_SECONDS)
+        logger.warning("sdp4bit: compiling CPU kernels %s (%d to %d s)", where, *_TYPICAL_SECONDS)
 
 
 def compile_kernel(kernel: Callable[..., None], flags: Flags) -> int:

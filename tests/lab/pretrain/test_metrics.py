@@ -52,7 +52,7 @@ def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch
     assert scalars == [("communication/layers.0/inter_bytes", 5, 4), ("alert/layers.0/weight_drift", 0.5, 5)]
 
 
-def test_a_line_follows_before_five_seconds_of_silence(
+def test_a_line_has_the_means_since_the_last_one_and_the_time_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: 0.0)
@@ -71,11 +71,7 @@ def test_a_line_follows_before_five_seconds_of_silence(
     # 10 + 40 steps of 2 seconds.
     assert printed[-1].endswith(" | about 2 minutes left") and " left" not in printed[0]
     lines = [line.split(" | ")[:2] for line in printed]
-    # After each of these, a step of 2 seconds ends at most 4 seconds later.
-    assert lines == [
-        [f"x: step {step}/20", f"loss {loss}"]
-        for step, loss in ((1, "1.0000"), (3, "2.5000"), (5, "4.5000"), (7, "6.5000"), (9, "8.5000"))
-    ] + [["x: step 10/20", "loss 10.0000"]]
+    assert lines == [["x: step 1/20", "loss 1.0000"], ["x: step 10/20", "loss 6.0000"]]
 
 
 @pytest.mark.parametrize("steps_after", [0, 1])
