@@ -1,4 +1,4 @@
-"""Show what a command does: one updating line on a terminal; in a log file a line after 30 silent seconds."""
+"""Show the phase of a command: an updating line on a terminal, or a line after 30 silent seconds in a file."""
 
 from __future__ import annotations
 
