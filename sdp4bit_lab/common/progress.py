@@ -1,4 +1,4 @@
-"""Show the phase of a command: an updating line on a terminal, or a line after 30 silent seconds in a file."""
+"""Show the phase of a command: an updating line on a terminal, a line after 30 silent seconds in a file."""
 
 from __future__ import annotations
 
