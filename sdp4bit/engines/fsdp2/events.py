@@ -105,6 +105,11 @@ class StepObserver:
             self._stepping_in = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(after_step)
 
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer holds a parameter of the model."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return not self._is_foreign(optimizer, params)
+
     def _is_foreign(self, optimizer: torch.optim.Optimizer, params: Sequence[object]) -> bool:
         """Return whether an optimizer holds no parameter of the model."""
         # Remembered, because looking for new parameters of the model takes longer than a step over one
@@ -241,6 +246,9 @@ class FSDPModelState(ModelState):
     def unshard_stream(self) -> SideStream:
         """The stream for refreshes and gathers of `unshard(async_op=True)`."""
         return SideStream(self.groups[0].view.device)
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self.step_observer.holds(optimizer)
 
     def note_reduction(self, group: FSDPGroup) -> None:
         """Record that gradients of a group are being reduced."""
