@@ -106,7 +106,7 @@ def test_bytes_are_counted_and_logged(runs: Runs) -> None:
     steps, sent = zip(*quantized["sdp4bit/inter_bytes"], strict=True)
     # The first step sends the weights of FSDP2 in full precision.
     assert steps == tuple(range(1, STEPS + 1)) and sent[-1] > 0 and (sent[0] > sent[-1]) != runs.ddp
-    assert quantized["sdp4bit/compression_ratio"][-1][1] > least
+    assert quantized["sdp4bit/ratio"][-1][1] > least
     assert 0 < quantized["sdp4bit/gradient_error"][-1][1] < 0.3
 
 
