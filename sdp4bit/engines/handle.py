@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.protocol import Engine
+from sdp4bit.log import logger
 from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
 from sdp4bit.observe.explain import render, row_of, wrapped
@@ -25,8 +25,6 @@ from sdp4bit.observe.measures import Measurement
 from sdp4bit.observe.stats import GroupStats, ModelState, Stats
 from sdp4bit.observe.timing import StepTimes, time_steps
 from sdp4bit.traffic import format_bytes
-
-logger = logging.getLogger("sdp4bit")
 
 StateDict = dict[str, Any]  # checkpoint state of a model's communication
 _dropped: list[RemovableHandle] = []

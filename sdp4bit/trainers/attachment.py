@@ -116,6 +116,8 @@ class Wrappers:
 
     _dropped: ClassVar[list[RemovableHandle]] = []
     """Hooks of states that were freed while attached."""
+    _latest: ClassVar[weakref.WeakKeyDictionary[nn.Module, Wrappers]] = weakref.WeakKeyDictionary()
+    """The latest one of each model."""
 
     def __init__(
         self, model: nn.Module, state: DDPCommState, *, wrapper: DistributedDataParallel | None = None
@@ -125,13 +127,19 @@ class Wrappers:
         while self._dropped:
             self._dropped.pop().remove()
         # Weak, because hooks of all modules must keep neither alive.
-        self._model, self._state = weakref.ref(uncompiled(model)), weakref.ref(state)
+        model = uncompiled(model)
+        self._model, self._state = weakref.ref(model), weakref.ref(state)
         self._registered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._at_forward: RemovableHandle | None = None
         if wrapper is None:
             self._wait()
         else:
             self._register(wrapper, state)
+        # The state of an earlier trainer, whose wrapper is no longer used.
+        earlier, self._latest[model] = self._latest.get(model), self
+        before = None if earlier is None else earlier._state()
+        if before is not None and before.is_attached:
+            before.remove()
         made = register_module_module_registration_hook(self._note_child)
         weakref.finalize(state, self._dropped.append, made)
         state._undo.callback(made.remove)

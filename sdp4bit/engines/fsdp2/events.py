@@ -26,7 +26,7 @@ from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT, Event, Flags
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import ParamView, reduce_over_copies, tensor_version
-from sdp4bit.engines.handle import logger
+from sdp4bit.log import logger
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.warn import warn_user
 
@@ -418,7 +418,7 @@ class FSDPModelState(ModelState):
         if not self.steps and not self._has_logged and dist.get_rank() == 0 and any(loaded):
             self._has_logged = True
             logger.warning(
-                "sdp4bit: weights were loaded without this handle's state, so replicas start from the loaded "
+                "weights were loaded without this handle's state, so replicas start from the loaded "
                 "weights. If this resumes a run, it is not bit-exact: save the handle with the model"
             )
 
@@ -469,7 +469,7 @@ class FSDPModelState(ModelState):
         if not group.view.module.training:
             reason += ", in evaluation"
         group.count_full_refresh(reason)
-        logger.info("sdp4bit: step %d, %s in full precision: %s", self.steps, group.view.name, reason)
+        logger.info("step %d, %s in full precision: %s", self.steps, group.view.name, reason)
         if group.fresh.holds_nonfinite:
             self.warn_once(
                 group,
