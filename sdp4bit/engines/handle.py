@@ -80,7 +80,7 @@ class CommHandle(ABC):
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             handle = reference()
-            if handle is not None and handle._state.trains(optimizer) and _changes_weights(optimizer):
+            if handle is not None and handle._state.trains(optimizer) and changes_weights(optimizer):
                 handle._state.note_step_of(optimizer)
 
         # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
@@ -429,8 +429,10 @@ class CommHandle(ABC):
         vars(self).pop("_engine", None)  # not set if attaching has failed
 
 
-def _changes_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a learning rate is not zero, as those of steps that only create optimizer states are."""
+def changes_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a learning rate of an optimizer is not zero."""
+    # torch.distributed.checkpoint steps with a rate of zero to create optimizer states, for stateless
+    # optimizers at every save.
     rates = [group.get("lr") for group in optimizer.param_groups]
     # One on the device is not read, because the host would have to wait for it.
     return any((isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0 for rate in rates)

@@ -26,6 +26,7 @@ from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT, Event, Flags
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import ParamView, reduce_over_copies, tensor_version
+from sdp4bit.engines.handle import changes_weights
 from sdp4bit.log import logger
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.warn import warn_user
@@ -80,11 +81,7 @@ class StepObserver:
 
     def _only_creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step cannot change weights: no reduced gradients and a learning rate of zero."""
-        # torch.distributed.checkpoint takes such steps to create optimizer states, for stateless optimizers
-        # at every save. A rate on the device is not read, because the host would have to wait for it.
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        on_host = [float(r) for r in rates if isinstance(r, float | int | Tensor) and not _on_device(r)]
-        return not self.is_reduced and on_host == [0.0] * len(rates)
+        return not (self.is_reduced or changes_weights(optimizer))
 
     def note_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Record an optimizer step if it includes a parameter of the model (None: reported by the user)."""
@@ -140,10 +137,6 @@ class StepObserver:
     def detach(self) -> None:
         """Drop all references to the model."""
         self._params, self._known = (), {}
-
-
-def _on_device(rate: float | Tensor) -> bool:
-    return isinstance(rate, Tensor) and rate.device.type != "cpu"
 
 
 Version = tuple[int, int, int]
