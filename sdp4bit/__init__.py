@@ -76,4 +76,4 @@ if not TYPE_CHECKING:  # so that a type checker rejects unknown names
 
 def __dir__() -> list[str]:
     """Return the public names, including those not imported yet."""
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -112,6 +112,11 @@ class TrafficCounter:
         """Traffic so far, the unfinished step included."""
         return self._total + self.current_step
 
+    @property
+    def collectives(self) -> int:
+        """Collectives so far."""
+        return self._total.collectives + self.current_step.collectives
+
     def end_step(self) -> None:
         self._total = self._total + self.current_step
         self.last_step, self.current_step = self.current_step, Traffic()

@@ -65,7 +65,16 @@ def test_import_tries_no_optional_package_and_leaves_cuda_alone() -> None:
 def test_an_unknown_name_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'quantise'"):
         sdp4bit.quantise  # noqa: B018
-    assert set(sdp4bit.__all__) <= set(dir(sdp4bit))
+    assert dir(sdp4bit) == sorted(sdp4bit.__all__)
+
+
+@pytest.mark.parametrize("format", [None, "%(name)s: %(message)s"])
+def test_a_logged_warning_has_the_name_of_the_library_once(format: str | None) -> None:
+    """By the library's handler, or by the program's."""
+    configured = "" if format is None else f"logging.basicConfig(format={format!r}, level='INFO')\n"
+    code = "import logging, sys; sys.stderr = sys.stdout; from sdp4bit.log import logger\n"
+    lines = python(f"{code}{configured}logger.info('quiet'); logger.warning('loud')").splitlines()
+    assert lines == ["sdp4bit: quiet"] * (format is not None) + ["sdp4bit: loud"]
 
 
 def test_installed_version_is_the_one_in_pyproject() -> None:

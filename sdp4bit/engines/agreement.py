@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +28,8 @@ from sdp4bit.collectives.topology import (
     unknown_spec,
 )
 from sdp4bit.config import VERSION
+from sdp4bit.log import logger
 from sdp4bit.warn import warn_user
-
-logger = logging.getLogger("sdp4bit")
 
 Sent = TypeVar("Sent")
 Scope = tuple[Sequence[int], str]
@@ -212,8 +210,8 @@ def _absent_ranks_named(call: str) -> Iterator[None]:
         absent = [rank for rank in ranks if not own.check([f"{prefix}/{rank}"])]
         if absent and absent[:this] == list(range(this)):  # the first that has called speaks for all
             logger.warning(
-                "sdp4bit.%s: rank %d has waited %.0f s for %s to call it: all ranks must, including those "
-                "without a model",
+                "%s: rank %d has waited %.0f s for %s to call it: all ranks must, including those without a "
+                "model",
                 call,
                 this,
                 _PATIENCE,

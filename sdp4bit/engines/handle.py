@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.protocol import Engine
+from sdp4bit.log import logger
 from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
 from sdp4bit.observe.explain import render, row_of, wrapped
@@ -23,9 +26,9 @@ from sdp4bit.observe.stats import GroupStats, ModelState, Stats
 from sdp4bit.observe.timing import StepTimes, time_steps
 from sdp4bit.traffic import format_bytes
 
-logger = logging.getLogger("sdp4bit")
-
 StateDict = dict[str, Any]  # checkpoint state of a model's communication
+_dropped: list[RemovableHandle] = []
+"""Hooks of handles that were freed while attached."""
 
 
 def check_state(state: object, *, owner: str, version: int, keys: Sequence[str]) -> None:
@@ -50,11 +53,14 @@ class CommHandle(ABC):
     _engine: Engine
     _sent: Sequence[str] = ("weights", "gradients")
     _hint = ""  # last line of `explain()`
+    _silence_reasons = "the engine communicates without this handle, or not at all"
 
     def __init__(self, state: ModelState, *, config: SDP4BitConfig, note: str = "") -> None:
         """Create the handle of an attached model; `explain` prints the note below its table."""
         self.config = config
         self._state = state
+        state.silence_reasons = self._silence_reasons
+        self._optimizers = self._watch_optimizers()
         self._note = note
         self._alerts: Alerts | None = None
         self._removed = False
@@ -63,6 +69,24 @@ class CommHandle(ABC):
         self._is_quantized = True
         self._installed = ExitStack()  # undoes the installation of the groups
         self._undo = ExitStack()  # undoes the attachment
+
+    def _watch_optimizers(self) -> RemovableHandle:
+        """Watch the steps of every torch optimizer, so that no report outlives its source."""
+        # Removed here and not by the finalizer below: a garbage collection may come while an optimizer
+        # iterates over its hooks.
+        while _dropped:
+            _dropped.pop().remove()
+        reference = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            handle = reference()
+            if handle is not None and handle._state.trains(optimizer) and changes_weights(optimizer):
+                handle._state.note_step_of(optimizer)
+
+        # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
+        hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
+        weakref.finalize(self, _dropped.append, hook)
+        return hook
 
     @contextmanager
     def _attaching(self) -> Iterator[ExitStack]:
@@ -172,6 +196,7 @@ class CommHandle(ABC):
         state = self._state
         table = render([row_of(group, state.traffic_of(group)) for group in state.groups], full=full)
         hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
+        hint = state.silence or hint
         return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
 
     def stats(self) -> Stats:
@@ -184,7 +209,8 @@ class CommHandle(ABC):
             "last_step", "total": bytes this rank sent inside its node ("intra_bytes") and to other nodes
             ("inter_bytes"), the padding in both, and the number of collectives.
             "compression_ratio": bytes between nodes without sdp4bit over those with it, in the last step;
-            None before the first. "total_compression_ratio": since attaching, full refreshes included.
+            None before the first, and 0 bytes and None if optimizer steps have followed that sent nothing.
+            "total_compression_ratio": since attaching, full refreshes included.
             "full_refreshes": refreshes in full precision, summed over groups; the first one of a group does
             not count. `group_stats()` and the logger "sdp4bit" (level INFO) give their reasons.
             "sampled_step": the last measured step, None before the first. Every `TelemetryConfig.interval`
@@ -199,23 +225,29 @@ class CommHandle(ABC):
             return self._last_stats[0]
         return self._state.stats()
 
-    def log_values(self) -> dict[str, float]:
+    def log_values(self, *, full: bool = False) -> dict[str, float]:
         """Return this rank's statistics as a flat dictionary for a log; cheap, never waits.
 
+        Empty if there is no last step: before the first one, after `remove()`, and after optimizer steps that
+        sent nothing through this handle.
+
         Returns:
-            "sdp4bit/inter_bytes", "sdp4bit/intra_bytes", "sdp4bit/compression_ratio": of the last step.
-            "sdp4bit/total_compression_ratio", "sdp4bit/full_refreshes": so far.
-            "sdp4bit/weight_drift", "sdp4bit/weight_error", "sdp4bit/gradient_error": of the last measured
-            step, if any. Empty before the first step.
+            "sdp4bit/inter_bytes", "sdp4bit/ratio": bytes between nodes and `compression_ratio` of the last
+            step. "sdp4bit/weight_drift", "sdp4bit/weight_error", "sdp4bit/gradient_error": of the last
+            measured step, if any.
+            If `full`, also "sdp4bit/intra_bytes" of the last step, "sdp4bit/total_ratio" and
+            "sdp4bit/full_refreshes" so far.
         """
         stats: Mapping[str, Any] = self.stats()
-        if not stats["last_step"]["collectives"]:
+        last = stats["last_step"]
+        if self._removed or not last["collectives"]:
             return {}
-        ratios = ("compression_ratio", "total_compression_ratio")
-        names = (*ratios, "full_refreshes", "weight_drift", "weight_error", "gradient_error")
-        values = {**stats["last_step"], **{name: stats[name] for name in names}}
-        logged = ("inter_bytes", "intra_bytes", *names)
-        return {f"sdp4bit/{name}": float(values[name]) for name in logged if values[name] is not None}
+        values = {"inter_bytes": last["inter_bytes"], "ratio": stats["compression_ratio"]}
+        if full:
+            values |= {"intra_bytes": last["intra_bytes"], "total_ratio": stats["total_compression_ratio"]}
+            values |= {"full_refreshes": stats["full_refreshes"]}
+        values |= {name: stats[name] for name in ("weight_drift", "weight_error", "gradient_error")}
+        return {f"sdp4bit/{name}": float(value) for name, value in values.items() if value is not None}
 
     def group_stats(self) -> list[GroupStats]:
         """Return one dictionary per group with this rank's statistics; cheap, never waits.
@@ -304,9 +336,11 @@ class CommHandle(ABC):
             yield
             return
         self._switch()
+        self._state.expects_silence = True
         try:
             yield
         finally:
+            self._state.expects_silence = False
             if self.is_attached:
                 self._switch()
         if self.is_attached:
@@ -386,9 +420,19 @@ class CommHandle(ABC):
 
     def _end(self) -> None:
         """Drop all references to the model; keep the last statistics."""
+        self._optimizers.remove()
         self._last_stats = self.stats(), self.group_stats()
         if self._alerts is not None:
             self._alerts.detach()
         self._state.detach()
         self._removed = True
         vars(self).pop("_engine", None)  # not set if attaching has failed
+
+
+def changes_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a learning rate of an optimizer is not zero."""
+    # torch.distributed.checkpoint steps with a rate of zero to create optimizer states, for stateless
+    # optimizers at every save.
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    # One on the device is not read, because the host would have to wait for it.
+    return any((isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0 for rate in rates)

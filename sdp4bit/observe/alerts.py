@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import AlertConfig
+from sdp4bit.log import logger
 from sdp4bit.observe.measures import MEASURES, Telemetry
 from sdp4bit.quantization.formats import Bits, format_of
 
-logger = logging.getLogger("sdp4bit")
 _KEPT = 1000
 _RELEASE_RATIO = 0.8  # a measure alerts again only after it has fallen to this fraction of its threshold
 

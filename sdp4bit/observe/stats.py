@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -23,6 +24,7 @@ from sdp4bit.observe.measures import (
 )
 from sdp4bit.quantization.formats import Bits
 from sdp4bit.traffic import Traffic
+from sdp4bit.warn import warn_user
 
 
 class Stats(Measures):
@@ -74,11 +76,38 @@ class ModelState:
         self.step_pending = False
         """An optimizer has stepped but the step has not reached its boundary, which is the next forward on
         FSDP2."""
+        self.is_silent = False
+        """An optimizer has stepped twice and nothing was sent in between. No last step is reported then."""
+        self.expects_silence = False
+        self.silence, self.silence_reasons = "", ""  # of one that was not expected
+        self._has_warned_of_silence = False
+        # Collectives before the last step of each optimizer, or of the engine.
+        self._sent_before: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     def on_step(self, call: Callable[[int], None]) -> Callable[[], None]:
         """Call with the number of steps after each; see `Engine.on_step`."""
         self.step_listeners.append(call)
         return partial(self.step_listeners.remove, call)
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer holds parameters of the model; engines override it."""
+        # Without an override `end_step` notes the engine's own steps.
+        return False
+
+    def note_step_of(self, optimizer: object) -> None:
+        """Record whether anything was sent since this optimizer's step before; warn once if not."""
+        # For each optimizer, because several may step one after the other.
+        sent = self.retired.collectives
+        sent += sum(counter.collectives for group in self.groups for counter in group.counters)
+        self.is_silent, self.silence = 0 < sent == self._sent_before.get(optimizer), ""
+        self._sent_before[optimizer] = sent
+        if not self.is_silent or self.expects_silence:
+            return
+        step = self.steps + int(self.step_pending)
+        self.silence = f"an optimizer steps, but nothing was sent since step {step}: {self.silence_reasons}"
+        if not self._has_warned_of_silence:
+            self._has_warned_of_silence = True
+            warn_user(f"{self.silence}. Reports have no last step now", self.groups[0].view.ranks)
 
     @property
     def gradient_sample_numel(self) -> int | None:
@@ -96,6 +125,7 @@ class ModelState:
         self.step_pending = False
         self.steps += 1
         self.end_traffic()
+        self.note_step_of(self)
         self.measure_step()
 
     @torch.no_grad()
@@ -141,6 +171,8 @@ class ModelState:
 
     def traffic_of(self, group: Group) -> Traffic:
         """Return the traffic of a group in the last step, which ends with its optimizer step."""
+        if self.is_silent:
+            return Traffic()
         return sum((c.current_step if self.step_pending else c.last_step for c in group.counters), Traffic())
 
     def stats(self) -> Stats:
@@ -152,7 +184,7 @@ class ModelState:
             "steps": steps,
             "last_step": self._reported(last),
             "total": self._reported(total),
-            "compression_ratio": last.compression_ratio if steps else None,
+            "compression_ratio": last.compression_ratio if steps and not self.is_silent else None,
             "total_compression_ratio": total.compression_ratio if steps else None,
             "full_refreshes": sum(group.full_refreshes for group in self.groups),
             "sampled_step": self.telemetry.step,
@@ -164,7 +196,8 @@ class ModelState:
 
     def group_stats(self) -> list[GroupStats]:
         """Return the statistics of each group in the last step."""
-        measured, has_stepped = self.telemetry.by_group(), self.steps or self.step_pending
+        measured = self.telemetry.by_group()
+        has_stepped = (self.steps or self.step_pending) and not self.is_silent
         found = list[GroupStats]()
         for group in self.groups:
             traffic, name = self.traffic_of(group), group.view.name

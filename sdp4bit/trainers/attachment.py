@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -14,8 +16,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import SDP4BitConfig
@@ -51,7 +57,7 @@ def attach(
         caller: name of the public class or function, for errors.
         switch: instructions for FSDP2 and DDP with this trainer, for errors.
         is_ddp: whether the trainer wraps the model in DistributedDataParallel without showing it here. The
-            hook is then registered at the wrapper's first forward.
+            hook is then registered at the wrapper's first forward, as it is with later wrappers.
         config, topology, skip: as in `quantize_communication`; DDP takes no `skip`.
 
     Raises:
@@ -75,10 +81,12 @@ def attach(
     elif wrappers or is_ddp:
         group = _group_of(wrappers[0]) if wrappers else None
         state = DDPCommState(group, topology=topology, config=config)
-        if wrappers:
-            wrappers[0].register_comm_hook(state, ddp_comm_hook)
+        if not wrappers:
+            Wrappers(roots[0], state)
+        elif isinstance(wrappers[0], DistributedDataParallel):
+            Wrappers(wrappers[0].module, state, wrapper=wrappers[0])
         else:
-            _register_at_forward(roots[0], state)
+            wrappers[0].register_comm_hook(state, ddp_comm_hook)
         return state
     elif not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         reason = "there is one process, which does not communicate"
@@ -99,16 +107,81 @@ def _group_of(wrapper: nn.Module) -> dist.ProcessGroup | None:
     return group
 
 
-def _register_at_forward(model: nn.Module, state: DDPCommState) -> None:
-    """Register the hook with the wrapper of the model, which is seen when its first forward begins."""
+class Wrappers:
+    """Registers the hook with every DistributedDataParallel that a trainer makes of a model.
 
-    def before_forward(module: nn.Module, _: object) -> None:
-        wrapper = getattr(module, "_orig_mod", module)  # below torch.compile
-        if isinstance(wrapper, DistributedDataParallel) and wrapper.module is model:
-            hook.remove()
-            wrapper.register_comm_hook(state, ddp_comm_hook)
+    Trainers replace it, for example after an out-of-memory error or in another `prepare`, and show the
+    model alone. The hook is registered when a wrapper's first forward begins.
+    """
 
-    hook = register_module_forward_pre_hook(before_forward)
+    _dropped: ClassVar[list[RemovableHandle]] = []
+    """Hooks of states that were freed while attached."""
+    _latest: ClassVar[weakref.WeakKeyDictionary[nn.Module, Wrappers]] = weakref.WeakKeyDictionary()
+    """The latest one of each model."""
+
+    def __init__(
+        self, model: nn.Module, state: DDPCommState, *, wrapper: DistributedDataParallel | None = None
+    ) -> None:
+        """Register with the wrapper; None if the trainer has made one without showing it."""
+        # Removed here and not when the state is freed, because modules may be iterating over their hooks.
+        while self._dropped:
+            self._dropped.pop().remove()
+        # Weak, because hooks of all modules must keep neither alive.
+        model = uncompiled(model)
+        self._model, self._state = weakref.ref(model), weakref.ref(state)
+        self._registered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._at_forward: RemovableHandle | None = None
+        if wrapper is None:
+            self._wait()
+        else:
+            self._register(wrapper, state)
+        # The state of an earlier trainer, whose wrapper is no longer used.
+        earlier, self._latest[model] = self._latest.get(model), self
+        before = None if earlier is None else earlier._state()
+        if before is not None and before.is_attached:
+            before.remove()
+        made = register_module_module_registration_hook(self._note_child)
+        weakref.finalize(state, self._dropped.append, made)
+        state._undo.callback(made.remove)
+        state._undo.callback(self._stop_waiting)
+
+    def _register(self, wrapper: DistributedDataParallel, state: DDPCommState) -> None:
+        self._registered.add(wrapper)
+        wrapper.register_comm_hook(state, ddp_comm_hook)
+
+    def _note_child(self, parent: nn.Module, _: str, child: nn.Module | None) -> None:
+        """Wait for the first forward of a wrapper that is being made."""
+        if isinstance(parent, DistributedDataParallel) and self._is_ours(child):
+            self._wait()
+
+    def _is_ours(self, module: nn.Module | None) -> bool:
+        return module is not None and uncompiled(module) is self._model()
+
+    def _wait(self) -> None:
+        if self._at_forward is None:
+            self._at_forward = register_module_forward_pre_hook(self._before_forward)
+
+    def _stop_waiting(self) -> None:
+        if self._at_forward is not None:
+            self._at_forward.remove()
+            self._at_forward = None
+
+    def _before_forward(self, module: nn.Module, _: object) -> None:
+        wrapper, state = uncompiled(module), self._state()
+        if state is None:
+            self._stop_waiting()
+        elif (
+            isinstance(wrapper, DistributedDataParallel)
+            and self._is_ours(wrapper.module)
+            and wrapper not in self._registered
+        ):
+            self._stop_waiting()
+            self._register(wrapper, state)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module below that of `torch.compile`."""
+    return getattr(module, "_orig_mod", module)
 
 
 def save(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:

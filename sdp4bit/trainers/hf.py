@@ -47,11 +47,13 @@ class SDP4BitCallback(TrainerCallback):
         topology: TopologySpec = "auto",
         skip: Skip = None,
         resume_from_checkpoint: str | Path | None = None,
+        log_all: bool = False,
     ) -> None:
         """Store the arguments of `quantize_communication`; DDP takes no `skip`.
 
         Args:
             resume_from_checkpoint: the checkpoint passed to `train`, if it is not in `output_dir`.
+            log_all: log all values of `CommHandle.log_values`.
 
         Raises:
             ValueError: the preset is unknown.
@@ -59,7 +61,7 @@ class SDP4BitCallback(TrainerCallback):
         """
         self._config = as_config(config)
         self._topology, self._skip = topology, skip
-        self._resume_from = resume_from_checkpoint
+        self._resume_from, self._log_all = resume_from_checkpoint, log_all
         self._model: nn.Module | None = None
 
     def add_to(self, trainer: Any) -> SDP4BitCallback:
@@ -81,6 +83,7 @@ class SDP4BitCallback(TrainerCallback):
     ) -> None:
         """Attach to the model and load the communication state; Trainer has loaded its checkpoint."""
         assert model is not None
+        model = attachment.uncompiled(model)
         if self.comm is None or not self.comm.is_attached or model is not self._model:
             if self.comm is not None and self.comm.is_attached:
                 self.comm.remove()
@@ -118,9 +121,9 @@ class SDP4BitCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Add this rank's statistics to the training log and to the Trainer's log history."""
-        if self.comm is None or not self.comm.is_attached or logs is None or "loss" not in logs:
+        if self.comm is None or logs is None or "loss" not in logs:
             return
-        values = self.comm.log_values()
+        values = self.comm.log_values(full=self._log_all)
         logs.update(values)
         if state.log_history:
             state.log_history[-1].update(values)

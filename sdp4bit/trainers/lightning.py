@@ -36,16 +36,24 @@ class SDP4BitCallback(Callback):
     """The handle, once fitting has begun."""
 
     def __init__(
-        self, config: SDP4BitConfig | str | None = None, *, topology: TopologySpec = "auto", skip: Skip = None
+        self,
+        config: SDP4BitConfig | str | None = None,
+        *,
+        topology: TopologySpec = "auto",
+        skip: Skip = None,
+        log_all: bool = False,
     ) -> None:
         """Store the arguments of `quantize_communication`; DDP takes no `skip`.
+
+        Args:
+            log_all: log all values of `CommHandle.log_values`.
 
         Raises:
             ValueError: the preset is unknown.
             TypeError: the configuration has an unsupported type.
         """
         self._config = as_config(config)
-        self._topology, self._skip = topology, skip
+        self._topology, self._skip, self._log_all = topology, skip, log_all
         self._was_loaded = False
         self._loaded_state: StateDict | None = None  # of DDP
 
@@ -93,8 +101,8 @@ class SDP4BitCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.comm is not None and self.comm.is_attached:
-            pl_module.log_dict(self.comm.log_values())
+        if self.comm is not None:
+            pl_module.log_dict(self.comm.log_values(full=self._log_all))
 
 
 def _save_with(trainer: Trainer, comm: CommHandle) -> None:

@@ -33,6 +33,8 @@ class SDP4BitCallback(Callback):
     config: SDP4BitConfig | str | None = None
     topology: TopologySpec = "auto"
     skip: Skip = None
+    log_all: bool = False
+    """Log all values of `CommHandle.log_values`."""
     comm: CommHandle | None = field(default=None, init=False, repr=False)
     """The handle, once the trainer is built."""
     _loaded: StateDict | None = field(default=None, init=False, repr=False)
@@ -78,9 +80,8 @@ class SDP4BitCallback(Callback):
     def post_train_batch(self) -> None:
         """Record this rank's statistics of the step."""
         assert self.comm is not None
-        if self.comm.is_attached:
-            for name, value in self.comm.log_values().items():
-                self.trainer.record_metric(name, value)
+        for name, value in self.comm.log_values(full=self.log_all).items():
+            self.trainer.record_metric(name, value)
 
 
 def _on_the_host(value: Any) -> Any:

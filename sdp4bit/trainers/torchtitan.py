@@ -30,6 +30,8 @@ class CommunicationOptions:
     """Nodes per block, for gradients in three levels; two levels by default."""
     skip: list[str] = field(default_factory=list)
     """FSDP modules to leave in full precision, as shell patterns over their names."""
+    log_all: bool = False
+    """Log all values of `CommHandle.log_values`."""
     config: Annotated[SDP4BitConfig | None, tyro.conf.Suppress] = None
     """All settings; only available in Python."""
 
@@ -71,10 +73,11 @@ class SDP4BitTrainer(Trainer):
 
     def _log_with(self, processor: Any) -> None:
         """Add this rank's statistics to the metrics that the processor logs."""
-        own = processor.log
+        own, log_all = processor.log, self.config.sdp4bit.log_all
 
         def log(*args: Any, extra_metrics: dict[str, Any] | None = None, **options: Any) -> None:
-            own(*args, extra_metrics={**(extra_metrics or {}), **self.comm.log_values()}, **options)
+            values = self.comm.log_values(full=log_all)
+            own(*args, extra_metrics={**(extra_metrics or {}), **values}, **options)
 
         processor.log = log
 

@@ -63,7 +63,7 @@ def driver_of(name: str) -> Any:
     return importlib.import_module(f"tests.ecosystem.trainers.{name.removesuffix(' DDP')}")
 
 
-def _skip_without(name: str) -> None:
+def skip_without(name: str) -> None:
     for package in PACKAGES[name.removesuffix(" DDP")]:
         pytest.importorskip(package, reason=f"{package} is not installed: make test-ecosystem")
 
@@ -71,7 +71,7 @@ def _skip_without(name: str) -> None:
 @pytest.fixture(scope="module", params=ENGINES)
 def driver(request: pytest.FixtureRequest, monkeypatch_module: pytest.MonkeyPatch) -> tuple[str, Any]:
     """Return a trainer's name and driver, whose ranks share the modules that it names."""
-    _skip_without(request.param)
+    skip_without(request.param)
     found = driver_of(request.param)
     monkeypatch_module.setattr(sys.modules[__name__], "PRELOAD", found.PRELOAD, raising=False)
     return request.param, found
@@ -106,7 +106,7 @@ def test_bytes_are_counted_and_logged(runs: Runs) -> None:
     steps, sent = zip(*quantized["sdp4bit/inter_bytes"], strict=True)
     # The first step sends the weights of FSDP2 in full precision.
     assert steps == tuple(range(1, STEPS + 1)) and sent[-1] > 0 and (sent[0] > sent[-1]) != runs.ddp
-    assert quantized["sdp4bit/compression_ratio"][-1][1] > least
+    assert quantized["sdp4bit/ratio"][-1][1] > least
     assert 0 < quantized["sdp4bit/gradient_error"][-1][1] < 0.3
 
 
@@ -138,7 +138,7 @@ def continue_in_place(folder: Path) -> None:
 
 
 def test_a_run_of_transformers_continues_in_its_own_folder(tmp_path: Path) -> None:
-    _skip_without("hf")
+    skip_without("hf")
     run_ranks(continue_in_place, WORLD, tmp_path)
 
 
@@ -149,7 +149,7 @@ def save_a_file(folder: Path) -> None:
 
 
 def test_a_checkpoint_of_lightning_in_a_single_file_is_warned_about(tmp_path: Path) -> None:
-    _skip_without("lightning")
+    skip_without("lightning")
     run_ranks(save_a_file, WORLD, tmp_path)
 
 
@@ -180,7 +180,7 @@ def pass_to_the_strategy(folder: Path) -> None:
 
 
 def test_the_strategy_of_lightning_takes_the_state(tmp_path: Path) -> None:
-    _skip_without("lightning")
+    skip_without("lightning")
     run_ranks(pass_to_the_strategy, WORLD, tmp_path)
 
 
@@ -218,5 +218,5 @@ def attach_unsupported() -> None:
 
 def test_a_model_with_neither_fsdp2_nor_ddp_is_refused_with_the_way_out() -> None:
     for name in ("accelerate", "hf", "lightning", "olmo_core"):
-        _skip_without(name)
+        skip_without(name)
     run_ranks(attach_unsupported, WORLD)

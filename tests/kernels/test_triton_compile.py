@@ -287,12 +287,14 @@ SASS = """
         /*0040*/                   I2FP.F32.U32 R1, R2 ;
         /*0050*/                   FFMA2 R4, R4.F32x2.HI_LO, R6.F32x2.HI_LO, R8.F32x2.HI_LO ;
         /*0060*/                   MUFU.RCP R4, R4 ;
+        /*0068*/                   VIADD R7, R4, 0xffffffe ;
         /*0070*/                   IMAD.MOV.U32 R1, RZ, RZ, R2 ;
         /*0080*/                   LOP3.LUT R1, R1, 0xff, RZ, 0xc0, !PT ;
         /*0090*/                   ULOP3.LUT UR1, UR1, 0xff, URZ, 0xc0, !UPT ;
         /*00a0*/                   NOP ;
         /*00b0*/              @!P0 BRA 0x20 ;
-        /*00c0*/                   MUFU.EX2 R4, R4 ;
+        /*00c0*/                   MUFU.RCP R4, R4 ;
+        /*00c8*/                   FMUL R6, R6, R4 ;
         /*00d0*/                   FFMA R4, R4, R4, R4 ;
         /*00e0*/                   HFMA2 R4, R4, R4, R4 ;
         /*00f0*/                   BRA 0xf0;
@@ -306,9 +308,11 @@ kernel:
 	global_load_ubyte v1, v2, s[0:1]
 	v_pk_fma_f32 v[2:3], v[0:1], v[2:3], v[4:5]
 	v_mad_u64_u32 v[0:1], s[2:3], v4, v5, 0
-	v_rcp_iflag_f32_e32 v1, v1
+	v_rcp_f32_e32 v1, v1
+	v_mul_f32_e32 v1, 0x4f7ffffe, v1
 	s_cbranch_scc1 .LBB0_1
 	v_rcp_f32_e32 v1, v1
+	v_mul_f32_e32 v1, v2, v1
 	s_endpgm
 		.amdhsa_float_denorm_mode_32 0
     .private_segment_fixed_size: 4
@@ -320,10 +324,10 @@ kernel:
 
 def test_counts_are_those_of_a_text() -> None:
     sass = read_sass(SASS)
-    assert (sass.registers, sass.spilled, sass.instructions, sass.narrow) == (40, 24, 9, 1)
-    assert (sass.conversions, sass.integers, sass.fused, sass.flushing) == (2, 2, 2 + 1 + 2, 2)
+    assert (sass.registers, sass.spilled, sass.instructions, sass.narrow) == (40, 24, 10, 1)
+    assert (sass.conversions, sass.integers, sass.fused, sass.flushing) == (2, 3, 2 + 1 + 2, 2)
     gcn = read_gcn(GCN)
-    assert (gcn.registers, gcn.spilled, gcn.instructions, gcn.narrow) == (44, 7, 4, 1)
+    assert (gcn.registers, gcn.spilled, gcn.instructions, gcn.narrow) == (44, 7, 5, 1)
     assert (gcn.conversions, gcn.fused, gcn.flushing) == (1, 3, 2)
     with pytest.raises(AssertionError, match="no loop"):
         read_sass(SASS.replace("BRA 0x20", "BRA 0xc0"))

@@ -43,8 +43,9 @@ _SASS_CONTROL = re.compile(
     r"BAR|BRA|EXIT|BSSY|BSYNC|WARPSYNC|CALL|RET|DEPBAR|YIELD|BREAK|ERRBAR|MEMBAR|C?S2R"
 )
 _SASS_FUSED = re.compile(r"[DFH]FMA|\w*MMA")
-# Integer division uses the reciprocal of a float, MUFU.RCP, and corrects it.
-_SASS_FLUSHING = re.compile(r"F(?:ADD|MUL|FMA|SETP?|SEL|MNMX)\d?\b.*\.FTZ|MUFU(?!\.RCP\b)")
+_SASS_FLUSHING = re.compile(r"F(?:ADD|MUL|FMA|SETP?|SEL|MNMX)\d?\b.*\.FTZ|MUFU")
+# Integer division adds this to the bits of a float's reciprocal, and corrects the quotient: it is exact.
+_SASS_DIVISION = (r"MUFU\.RCP", "0xffffffe")
 
 
 def read_sass(text: str) -> MachineCode:
@@ -63,7 +64,8 @@ def read_sass(text: str) -> MachineCode:
         conversions=sum(_SASS_SLOW.match(op) is not None for op in loop),
         integers=sum(_is_integer(op) for op in loop),
         fused=sum(1 + ("2" in op.split(".")[0]) for op in real if _SASS_FUSED.match(op)),
-        flushing=sum(_SASS_FLUSHING.match(op) is not None for op in real),
+        flushing=sum(_SASS_FLUSHING.match(op) is not None for op in real)
+        - _integer_divisions([(op, rest) for _, op, rest in code], *_SASS_DIVISION),
         narrow=sum(re.match(r"(?:LDG|STG)\b.*\.[US]8\b", op) is not None for op in real),
     )
 
@@ -81,13 +83,15 @@ def _hex(operands: str) -> int | None:
 
 _GCN_LINE = re.compile(r"^\s+((?:v|s|ds|global|buffer|flat|scratch)_\w+)(.*)")
 _GCN_FUSED = re.compile(r"v_(?:pk_)?(?:fma|fmac|mac|mad|fma_mix|mad_mix)_(?:legacy_)?f|v_dot|v_mfma")
-_GCN_APPROXIMATE = re.compile(r"v_(?:rcp|rsq|sqrt|exp|log|sin|cos)_(?!iflag)")
+_GCN_APPROXIMATE = re.compile(r"v_(?:rcp|rsq|sqrt|exp|log|sin|cos)_")
+# Integer division multiplies the reciprocal by 2**32 - 512, and corrects the quotient: it is exact.
+_GCN_DIVISION = (r"v_rcp_(?:iflag_)?f32_e(?:32|64)", "0x4f7ffffe")
 
 
 def read_gcn(text: str) -> MachineCode:
     """Count an assembly text of AMD's compiler for one kernel."""
     labels: dict[str, int] = {}
-    code: list[str] = []
+    code: list[tuple[str, str]] = []
     branches: list[tuple[int, int]] = []
     for line in text.splitlines():
         if label := re.match(r"^(\.\w+):", line):
@@ -97,9 +101,9 @@ def read_gcn(text: str) -> MachineCode:
             target = re.match(r"\s+(\.\w+)", rest) if op.startswith(("s_cbranch", "s_branch")) else None
             if target and target[1] in labels:
                 branches.append((labels[target[1]], len(code)))
-            code.append(op)
+            code.append((op, rest))
     start, end = _longest(branches)
-    loop = Counter(code[start : end + 1])
+    loop = Counter(op for op, _ in code[start : end + 1])
     numbers = _metadata(
         text, "vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"
     )
@@ -110,12 +114,25 @@ def read_gcn(text: str) -> MachineCode:
         instructions=sum(n for op, n in loop.items() if op.startswith("v_")),
         conversions=sum(n for op, n in loop.items() if op.startswith("v_cvt_")),
         integers=0,
-        fused=sum(1 + ("_pk_" in op) for op in code if _GCN_FUSED.match(op)),
-        flushing=sum(_GCN_APPROXIMATE.match(op) is not None for op in code) + (denormals != "3"),
+        fused=sum(1 + ("_pk_" in op) for op, _ in code if _GCN_FUSED.match(op)),
+        flushing=sum(_GCN_APPROXIMATE.match(op) is not None for op, _ in code)
+        - _integer_divisions(code, *_GCN_DIVISION)
+        + (denormals != "3"),
         narrow=sum(
-            re.match(r"(?:global|buffer|flat)_(?:load|store)_\w*byte\b", op) is not None for op in code
+            re.match(r"(?:global|buffer|flat)_(?:load|store)_\w*byte\b", op) is not None for op, _ in code
         ),
     )
+
+
+def _integer_divisions(code: Sequence[tuple[str, str]], reciprocal: str, constant: str) -> int:
+    """Count the reciprocals whose next use is with this constant; divisions of floats look different."""
+    count = 0
+    for place, (op, rest) in enumerate(code):
+        if re.fullmatch(reciprocal, op):
+            register = re.compile(rf"\b{rest.split(',')[0].strip()}\b")
+            uses = (later for _, later in code[place + 1 :] if register.search(later))
+            count += constant in next(uses, "")
+    return count
 
 
 def _metadata(text: str, *names: str) -> dict[str, int]:

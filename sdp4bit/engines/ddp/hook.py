@@ -73,6 +73,16 @@ class BucketGroup(Group):
         return Remarks(gradients=self.how)
 
 
+class DDPModelState(ModelState):
+    """The buckets of one model."""
+
+    groups: Sequence[BucketGroup]
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return any(id(param) in given for group in self.groups for param in group.view.parameters)
+
+
 class DDPCommState(CommHandle):
     """State of :func:`ddp_comm_hook` for one DistributedDataParallel model, and its handle.
 
@@ -83,6 +93,10 @@ class DDPCommState(CommHandle):
 
     _sent = ("gradients",)
     _hint = "comm.time_steps(step) measures your steps with and without quantization."
+    _silence_reasons = (
+        "either the gradients are not averaged (no_sync), or another DistributedDataParallel averages them: "
+        "call its register_comm_hook with this state"
+    )
 
     def __init__(
         self,
@@ -120,7 +134,7 @@ class DDPCommState(CommHandle):
             if not _has_group():
                 raise
             failure, process_group = caught, None  # raising here would leave the other ranks waiting
-        super().__init__(ModelState([], telemetry=settings.telemetry), config=settings, note=_NO_GRADIENTS)
+        super().__init__(DDPModelState([], telemetry=settings.telemetry), config=settings, note=_NO_GRADIENTS)
         self._undo.callback(self._end)
         if settings.alerts is not None:
             self._alerts = Alerts([], config=settings.alerts, telemetry=self._state.telemetry)

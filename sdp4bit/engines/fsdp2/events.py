@@ -26,7 +26,8 @@ from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT, Event, Flags
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import ParamView, reduce_over_copies, tensor_version
-from sdp4bit.engines.handle import logger
+from sdp4bit.engines.handle import changes_weights
+from sdp4bit.log import logger
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.warn import warn_user
 
@@ -80,11 +81,7 @@ class StepObserver:
 
     def _only_creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step cannot change weights: no reduced gradients and a learning rate of zero."""
-        # torch.distributed.checkpoint takes such steps to create optimizer states, for stateless optimizers
-        # at every save. A rate on the device is not read, because the host would have to wait for it.
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        on_host = [float(r) for r in rates if isinstance(r, float | int | Tensor) and not _on_device(r)]
-        return not self.is_reduced and on_host == [0.0] * len(rates)
+        return not (self.is_reduced or changes_weights(optimizer))
 
     def note_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Record an optimizer step if it includes a parameter of the model (None: reported by the user)."""
@@ -104,6 +101,11 @@ class StepObserver:
             # Optimizers in backward step once per parameter. FSDP2 ends its backward with the same callback.
             self._stepping_in = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(after_step)
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer holds a parameter of the model."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return not self._is_foreign(optimizer, params)
 
     def _is_foreign(self, optimizer: torch.optim.Optimizer, params: Sequence[object]) -> bool:
         """Return whether an optimizer holds no parameter of the model."""
@@ -135,10 +137,6 @@ class StepObserver:
     def detach(self) -> None:
         """Drop all references to the model."""
         self._params, self._known = (), {}
-
-
-def _on_device(rate: float | Tensor) -> bool:
-    return isinstance(rate, Tensor) and rate.device.type != "cpu"
 
 
 Version = tuple[int, int, int]
@@ -241,6 +239,9 @@ class FSDPModelState(ModelState):
     def unshard_stream(self) -> SideStream:
         """The stream for refreshes and gathers of `unshard(async_op=True)`."""
         return SideStream(self.groups[0].view.device)
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self.step_observer.holds(optimizer)
 
     def note_reduction(self, group: FSDPGroup) -> None:
         """Record that gradients of a group are being reduced."""
@@ -410,7 +411,7 @@ class FSDPModelState(ModelState):
         if not self.steps and not self._has_logged and dist.get_rank() == 0 and any(loaded):
             self._has_logged = True
             logger.warning(
-                "sdp4bit: weights were loaded without this handle's state, so replicas start from the loaded "
+                "weights were loaded without this handle's state, so replicas start from the loaded "
                 "weights. If this resumes a run, it is not bit-exact: save the handle with the model"
             )
 
@@ -461,7 +462,7 @@ class FSDPModelState(ModelState):
         if not group.view.module.training:
             reason += ", in evaluation"
         group.count_full_refresh(reason)
-        logger.info("sdp4bit: step %d, %s in full precision: %s", self.steps, group.view.name, reason)
+        logger.info("step %d, %s in full precision: %s", self.steps, group.view.name, reason)
         if group.fresh.holds_nonfinite:
             self.warn_once(
                 group,

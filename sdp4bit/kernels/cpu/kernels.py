@@ -10,7 +10,6 @@ of flags, so that innermost loops do not branch on them.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import time
 import zlib
@@ -48,9 +47,8 @@ from sdp4bit.kernels.cpu.vectors import (
     store_u8,
     store_u32,
 )
+from sdp4bit.log import logger
 from sdp4bit.quantization.formats import Format
-
-logger = logging.getLogger("sdp4bit")
 
 Flags = tuple[int | Format, ...]
 _TYPICAL_SECONDS = 3, 30
@@ -436,7 +434,7 @@ def _announce(lock: int | None, where: str) -> None:
         is_known = is_recent and os.pread(lock, 32, 0) == parent
         os.ftruncate(lock, os.pwrite(lock, parent, 0))
     if not is_known:
-        logger.warning("sdp4bit: compiling CPU kernels %s (%d to %d s)", where, *_TYPICAL_SECONDS)
+        logger.warning("compiling CPU kernels %s (%d to %d s)", where, *_TYPICAL_SECONDS)
 
 
 def compile_kernel(kernel: Callable[..., None], flags: Flags) -> int:

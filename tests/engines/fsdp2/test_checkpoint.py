@@ -169,7 +169,7 @@ def resume(folder: str, config: SDP4BitConfig, exact: list[tuple[list[float], li
         job = start(config).load(f"{folder}/after-step", comm="not")
         with logged() as lines:
             without = job.train(2)
-        assert [line.startswith("sdp4bit: weights were loaded without") for line in lines] == [True] * (
+        assert [line.startswith("weights were loaded without") for line in lines] == [True] * (
             dist.get_rank() == 0
         )
     assert without != losses[:2]

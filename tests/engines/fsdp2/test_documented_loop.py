@@ -124,5 +124,5 @@ def test_logged_values_are_numbers() -> None:
     names = names_of(run)
     exec(block("comm.log_values()"), names)
     assert {"sdp4bit/inter_bytes", "sdp4bit/gradient_error"} < names["values"].keys()
-    assert names["values"]["sdp4bit/compression_ratio"] > 4
+    assert names["values"]["sdp4bit/ratio"] > 4
     assert all(isinstance(value, float | int) for value in names["values"].values())

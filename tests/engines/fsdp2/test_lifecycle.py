@@ -284,11 +284,15 @@ def test_reports_add_up() -> None:
     assert reported["total_compression_ratio"] == pytest.approx(
         plain_bytes / reported["total"]["inter_bytes"]
     )
-    assert comm.log_values() == {
+    logged = {
         "sdp4bit/inter_bytes": float(reported["last_step"]["inter_bytes"]),
+        "sdp4bit/ratio": reported["compression_ratio"],
+    }
+    assert comm.log_values() == logged
+    assert comm.log_values(full=True) == {
+        **logged,
         "sdp4bit/intra_bytes": float(reported["last_step"]["intra_bytes"]),
-        "sdp4bit/compression_ratio": reported["compression_ratio"],
-        "sdp4bit/total_compression_ratio": reported["total_compression_ratio"],
+        "sdp4bit/total_ratio": reported["total_compression_ratio"],
         "sdp4bit/full_refreshes": float(reported["full_refreshes"]),
     }
     sent = format_bytes(reported["last_step"]["inter_bytes"])
