@@ -16,7 +16,7 @@ REASON = "an exception has interrupted the refresh before"
 
 
 def call_all(calls: Sequence[Callable[[], object]]) -> None:
-    """Call each in order, also after one has failed, because other ranks wait for all; then raise the error."""
+    """Call each in order, also after one has failed, because other ranks wait for all; raise the error."""
     with ExitStack() as left:
         for call in reversed(calls):
             left.callback(call)

@@ -216,8 +216,8 @@ FAULTS: dict[str, tuple[Target, int, bool]] = {
     "applying the last group": (lambda _: (weight_replica, "run"), 2, True),
     "after the step": (lambda zero: (zero, "_update_model_bit16_weights"), 1, True),
 }
-"""Points of `engine.step()`: the function that fails there, in which of its calls, and whether one rank may see
-it alone. Before that, the others wait for the messages of this rank until they time out."""
+"""Points of `engine.step()`: the function that fails there, in which of its calls, and whether one rank may
+see it alone. Before that, the others wait for the messages of this rank until they time out."""
 
 
 @contextlib.contextmanager

@@ -191,8 +191,8 @@ class ZeRO:
         is_due = config and own.numel() >= config.min_numel and self._state.steps >= config.start_step
         if reduction is not None and is_due:
             nonfinite = sample_gradient(group, values, sample_numel=self._state.gradient_sample_numel)
-            reduction(own, values, call=group.reductions, multiplier=multiplier, nonfinite=nonfinite)
-            group.reductions += 1
+            call = group.next_reduction()
+            reduction(own, values, call=call, multiplier=multiplier, nonfinite=nonfinite)
             group.gradient_bits = reduction.bits
             group.gradient_traffic.count_plain(own.nbytes)  # once more, because DeepSpeed all-reduces
             return

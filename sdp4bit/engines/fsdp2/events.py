@@ -390,8 +390,8 @@ class FSDPModelState(ModelState):
             for group in groups:
                 group.fresh.seen.was_loaded = True
         self._log_stateless_load(groups)
-        # 2. All that this rank has seen, before anything is reduced, because ranks of every layout must end the
-        # step, also if only the last one holds the weights that were edited.
+        # 2. All that this rank has seen, before anything is reduced, because ranks of every layout must end
+        # the step, also if only the last one holds the weights that were edited.
         seen = self._seen([group for group in groups if group.layout.size > 1])
         changed = self.step_pending or any(flags.edited for flags in seen.values())
         reduced = self._is_reduced

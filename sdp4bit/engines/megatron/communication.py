@@ -196,11 +196,10 @@ class BucketState(Group):
         assert self.reduction is not None
         name, process_group = self.view.name, self.view.process_group
         arguments = {
-            "call": self.reductions,
+            "call": self.next_reduction(),
             "multiplier": reduction_multiplier(op, process_group, name=name, engine="Megatron-Core"),
             "nonfinite": sample_gradient(self, input, sample_numel=sample_numel),
         }
-        self.reductions += 1
         self.gradient_bits = self.reduction.bits
         return arguments
 
