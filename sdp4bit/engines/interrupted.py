@@ -28,16 +28,16 @@ def agree_on_interrupted(groups: Sequence[Group], *, host: ProcessGroup | None) 
     Ranks may hold different rows of these groups, which then need full precision.
 
     Args:
-        groups: groups of the same ranks.
         host: the job's process group for tensors on the CPU; None if all groups take them.
     """
-    groups = [group for group in groups if group.replica is not None]
-    if not groups:
-        return []
-    torn = torch.tensor([group.replica is not None and group.replica.is_torn for group in groups])
-    flags, first = torn.to(torch.int32), groups[0]
-    over = host or first.view.process_group
-    assert over is not None
-    what = "agreement on interrupted refreshes"
-    all_reduce_on_host(flags, over, ranks=first.layout.ranks, op=dist.ReduceOp.MAX, what=what)
-    return [group for group, is_torn in zip(groups, flags.tolist(), strict=True) if is_torn]
+    torn: list[Group] = []
+    with_replica = [(group, group.replica) for group in groups if group.replica is not None]
+    for layout in dict.fromkeys(group.layout for group, _ in with_replica):
+        here = [(group, replica) for group, replica in with_replica if group.layout == layout]
+        flags = torch.tensor([replica.is_torn for _, replica in here], dtype=torch.int32)
+        over = host or here[0][0].view.process_group
+        assert over is not None
+        what = "agreement on interrupted refreshes"
+        all_reduce_on_host(flags, over, ranks=layout.ranks, op=dist.ReduceOp.MAX, what=what)
+        torn += [group for (group, _), is_torn in zip(here, flags.tolist(), strict=True) if is_torn]
+    return torn

@@ -353,7 +353,7 @@ def test_an_exception_in_the_hook_is_raised_as_it_is_and_ddp_continues() -> None
                     raise error("on purpose")  # noqa: B023
                 return real(*args, **given)  # noqa: B023
 
-            raised = pytest.raises(error, match="^on purpose$") if here else nullcontext()
+            raised = pytest.raises(error, match=r"^on purpose$") if here else nullcontext()
             with mock.patch.object(target, name, fail), raised:
                 run.backward()
             run.optimizer.zero_grad()
