@@ -109,8 +109,8 @@ class Quantized(Plain):
             return super().reduce(rows)
         nonfinite = sample_gradient(group, rows, sample_numel=self.state.gradient_sample_numel)
         # The number of the call and the rank determine the rounding bits.
-        group.reduction(row, rows, call=group.reductions, multiplier=1 / self.size, nonfinite=nonfinite)
-        group.reductions += 1
+        call = group.next_reduction()
+        group.reduction(row, rows, call=call, multiplier=1 / self.size, nonfinite=nonfinite)
         group.gradient_bits = group.reduction.bits
         return row
 

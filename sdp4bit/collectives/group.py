@@ -152,6 +152,20 @@ class Group:
     def gradient_config(self) -> GradientConfig | None:
         return self.gradient_quantizers[0].config if self.gradient_quantizers else None
 
+    def next_reduction(self) -> int:
+        """Return the number of the next quantized reduction, and count it.
+
+        Counted before it is sent. One rank alone may see an exception in it, and the numbers, from which all
+        derive the rounding bits, must stay equal.
+        """
+        self.reductions += 1
+        return self.reductions - 1
+
+    def next_all_reduce(self) -> int:
+        """Return the number of the next quantized all-reduce, and count it; see `next_reduction`."""
+        self.all_reduces += 1
+        return self.all_reduces - 1
+
     def count_full_refresh(self, reason: str) -> None:
         """Count a full-precision refresh, except for the first."""
         if self._was_refreshed:

@@ -145,6 +145,10 @@ class SimulatedReduceScatter:
                 for member, _ in self._under_way[-hop.apart :]:
                     advance(member)
 
+    def abandon(self) -> None:
+        """Forget the ranks that an exception has left under way."""
+        self._under_way.clear()
+
     def finish(self, take: Callable[[int, Tensor], None]) -> None:
         """Pass every rank's row [n] of the sum to take(rank, row), which must copy it."""
         under_way, self._under_way = self._under_way, []
@@ -218,6 +222,7 @@ class SimulatedAllReduce:
             self._pieces.quantize(pieces, message, call=call, row=rank, sections=cut)
 
         for first, reduction in zip(range(0, size, count), self._reductions, strict=True):
+            reduction.abandon()
             if count == 1:
                 quantize(first, [each.values for each in sections_of(values[first], sections)])
                 continue

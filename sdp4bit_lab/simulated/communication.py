@@ -268,16 +268,16 @@ class SimulatedCommHandle(CommHandle):
             # As on FSDP2, the size of the change decides if an evaluation is the first to use it.
             by_rank = [change_squares(row.to(self._dtype), own) for row, own in zip(rows, held, strict=True)]
             comm.resync_wanted = bool(is_large_change(torch.stack(by_rank).sum(0)))
+        sends_difference = comm.is_changed and (comm.was_loaded or not comm.resync_wanted)
         if comm.resync_wanted:
             comm.replica.refresh_fully(held if comm.was_loaded else rows, held)
             comm.count_full_refresh("a large change in evaluation" if is_evaluated else "requested or loaded")
-            comm.is_changed = comm.is_changed and comm.was_loaded
-            comm.resync_wanted = comm.was_loaded = False
-        if comm.is_changed:
+        if sends_difference:
             comm.replica.refresh(rows, held, sections=comm.weight_sections)
             comm.refreshes += 1
-            comm.is_changed = False
         layout.read_rows(held, self._held)
+        # Only now, so that an exception leaves the refresh due.
+        comm.is_changed = comm.resync_wanted = comm.was_loaded = False
 
     def _count_gather(self, comm: SimulatedGroupState) -> None:
         shard_bytes = comm.view.shard_numel * self._dtype.itemsize
@@ -308,6 +308,7 @@ class SimulatedCommHandle(CommHandle):
                 comm.view.rows.write_rows(gradients, rows)
                 nonfinite = None
                 if rank == 0:
+                    comm.reductions_of_all.abandon()
                     nonfinite = sample_gradient(comm, rows.view(-1), sample_numel=state.gradient_sample_numel)
                 comm.reductions_of_all.add(
                     rows, call=comm.reductions, nonfinite=nonfinite, sections=comm.gradient_sections
@@ -337,7 +338,7 @@ class SimulatedCommHandle(CommHandle):
                     rows.read_row(row.div_(ranks), rank=rank, tensors=reduced)
 
                 comm.reductions_of_all.finish(take)
-                comm.reductions += 1
+                comm.next_reduction()
                 comm.gradient_bits = comm.reductions_of_all.of_rank_0.bits
             else:
                 comm.count_dense(comm.gradient_traffic, comm.view.shard_numel * torch.float32.itemsize)

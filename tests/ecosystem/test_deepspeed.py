@@ -6,9 +6,10 @@ Layer: 2 gloo processes that represent a node each, or 4 on two nodes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sdp4bit import GradientConfig, ReplicaMismatchError, SDP4BitConfig, quantize_communication
+from sdp4bit.collectives import weight_replica
+from sdp4bit.collectives.weight_replica import WeightReplica
 from tests.ecosystem.on_cpu import LOSSLESS, count_sent_bytes
 from tests.ranks import on_ranks, run_ranks
 
@@ -201,3 +204,81 @@ def test_refusals() -> None:
         comm.audit()
     comm.resync()
     assert comm.audit()
+
+
+Target = Callable[[Any], tuple[object, str]]
+FAULTS: dict[str, tuple[Target, int, bool]] = {
+    "before the step": (lambda zero: (zero, "scaled_global_norm"), 1, False),
+    "between two groups": (lambda zero: (zero, "_optimizer_step"), 2, False),
+    "before sending": (lambda _: (WeightReplica, "_start"), 1, False),
+    "while sending": (lambda _: (WeightReplica, "_start"), 2, False),
+    "applying the first group": (lambda _: (weight_replica, "run"), 1, True),
+    "applying the last group": (lambda _: (weight_replica, "run"), 2, True),
+    "after the step": (lambda zero: (zero, "_update_model_bit16_weights"), 1, True),
+}
+"""Points of `engine.step()`: the function that fails there, in which of its calls, and whether one rank may
+see it alone. Before that, the others wait for the messages of this rank until they time out."""
+
+
+@contextlib.contextmanager
+def failing(
+    target: object, name: str, call: int, *, error: type[BaseException], here: bool
+) -> Iterator[None]:
+    """Let this call of a function fail on this rank if `here`."""
+    real, calls = getattr(target, name), itertools.count(1)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        if next(calls) == call and here:
+            raise error("on purpose")
+        return real(*args, **options)
+
+    with mock.patch.object(target, name, fail):
+        yield
+    assert next(calls) > call, f"{name} was not called"
+
+
+def hold_the_same(values: Sequence[torch.Tensor]) -> bool:
+    """Return whether all ranks hold the same bits."""
+    mine = torch.cat([each.detach().flatten().view(torch.uint8) for each in values])
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, mine)
+    return all(torch.equal(mine, other) for other in everybody)
+
+
+def step_once(engine: Any, number: int) -> None:
+    data = torch.Generator().manual_seed(2 * number + dist.get_rank())
+    batch = torch.randn(8, 61, generator=data).to(engine.module.unused.dtype)
+    engine.backward((engine(batch) - batch.flip(1)).float().square().mean())
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_an_exception_in_a_step_leaves_equal_replicas(stage: int) -> None:
+    number, rank = itertools.count(), dist.get_rank()
+    for config in (LOSSLESS, QUANTIZED):
+        engine = engine_of(zero_optimization={"stage": stage}, gradient_accumulation_steps=1)
+        comm, zero = quantize_communication(engine, topology=1, config=config), engine.optimizer
+        weights = zero.bit16_groups_flat
+        for (point, (target, call, alone)), error, ranks in itertools.product(
+            FAULTS.items(), (torch.OutOfMemoryError, KeyboardInterrupt), ((0, 1), (1,))
+        ):
+            if ranks == (1,) and not alone:
+                continue
+            step_once(engine, next(number))
+            before, steps = [each.clone() for each in weights], comm.stats()["steps"]
+            raised = pytest.raises(error) if rank in ranks else contextlib.nullcontext()
+            with failing(*target(zero), call, error=error, here=rank in ranks), raised:
+                step_once(engine, next(number))
+            if not alone:  # groups that were not sent are unchanged
+                unsent = slice(int(point == "while sending"), None)
+                assert all(map(torch.equal, before[unsent], weights[unsent])), point
+                assert hold_the_same(weights), point
+            assert comm.stats()["steps"] == steps + alone, point
+            step_once(engine, next(number))
+            assert hold_the_same(weights) and comm.audit(), (point, error, ranks)
+            for main, flat in zip(zero.single_partition_of_fp32_groups, weights, strict=True):
+                own = flat.view(2, -1)[rank]
+                assert config is QUANTIZED or torch.equal(own, main.to(flat.dtype)), (point, error, ranks)
+                assert (own - main).norm() < 0.01 * main.norm(), (point, error, ranks)
+        comm.remove()

@@ -2,8 +2,10 @@
 
 # No `from __future__ import annotations`, because DDP compares a hook's annotations with its types.
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
-from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
 from sdp4bit.collectives.group import Group, Reduction, Remarks
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, take_ranges
@@ -147,6 +150,7 @@ class DDPCommState(CommHandle):
         self._are_new = False  # whether buckets have changed in this backward
         self._streams: dict[torch.device, SideStream] = {}
         self._has_warned = False
+        self._is_checked = False  # that the model averages over the same ranks
         if _has_group():
             self._prepare(failure)
 
@@ -179,9 +183,31 @@ class DDPCommState(CommHandle):
         return self._state.steps + int(self._state.step_pending)
 
     def average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Start averaging a bucket's gradients over all ranks; return a future of them."""
-        if self._removed or not self._is_quantized:
+        """Start averaging a bucket's gradients over all ranks; return a future of them.
+
+        An exception is raised at the end of the backward, because DDP cannot be used after one in a hook.
+        """
+        try:
+            return self._average(bucket)
+        except BaseException as failure:
+            if torch._C._current_graph_task_id() == -1:  # for a rank that has joined
+                raise
+            _raise_after_backward(failure)
+            return _completed(bucket.buffer())
+        finally:
+            # Other ranks may have seen no exception.
+            if self._topology is not None and self._counts and bucket.is_last():
+                self._end_backward(bucket.index() + 1)
+
+    @property
+    def _counts(self) -> bool:
+        return self._is_quantized and not self._removed
+
+    def _average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        if not self._counts:
             return self._average_densely(bucket.buffer())
+        if not self._is_checked:
+            self._check_model()
         topology, state, values = self._topology or self._prepare(), self._state, bucket.buffer()
         if bucket.index() == 0 and state.step_pending:
             # The last backward ends here, because its measures are complete: DDP has waited for its futures.
@@ -192,12 +218,22 @@ class DDPCommState(CommHandle):
         group.how = reason or describe_all_reduce(config, topology.layout, values.numel())
         if reason or not (group.all_reduce and group.all_reduce.takes(values.numel())):
             group.gradient_bits = None
-            future = self._average_densely(values, group)
-        else:
-            future = self._average_quantized(values, group)
-        if bucket.is_last():
-            self._end_backward(bucket.index() + 1)
-        return future
+            return self._average_densely(values, group)
+        return self._average_quantized(values, group)
+
+    def _check_model(self) -> None:
+        """Raise ValueError if the model averages over other ranks than this state."""
+        # DDP passes a hook neither the model nor its process group, so this looks for it, once.
+        models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+        own = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        for model in models:
+            ranks = dist.get_process_group_ranks(model.process_group)
+            if any(state is self for _, state in model._comm_hooks) and ranks != own:
+                raise ValueError(
+                    f"the model averages over {ranks_in_words(ranks)}, but its DDPCommState over "
+                    f"{ranks_in_words(own)}: create it with DDPCommState(model.process_group, ...)"
+                )
+        self._is_checked = True
 
     def _group_of(self, bucket: dist.GradBucket, topology: Topology) -> BucketGroup:  # type: ignore[name-defined]
         """Return the bucket's group; DDP rebuilds its buckets after the first backward."""
@@ -286,7 +322,7 @@ class DDPCommState(CommHandle):
         group.gradient_bits = all_reduce.bits
         if device not in self._streams:
             self._streams[device] = SideStream(device)
-        future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
+        future = _future(device)
 
         def average() -> None:
             # A backward pass reduces each bucket once, so (step, bucket) is unique.
@@ -369,6 +405,27 @@ class DDPCommState(CommHandle):
         self._check_attached()
         check_state(state_dict, owner="an sdp4bit.DDPCommState", version=FORMAT_VERSION, keys=("steps",))
         self._state.steps, self._state.step_pending = int(state_dict["steps"]), False
+
+
+def _future(device: torch.device) -> Future[Tensor]:
+    return Future(devices=None if device.type == "cpu" else [device])
+
+
+def _completed(values: Tensor) -> Future[Tensor]:
+    future = _future(values.device)
+    future.set_result(values)
+    return future
+
+
+def _raise_after_backward(failure: BaseException) -> None:
+    """Raise an exception, as it is, once DDP has ended this backward."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def fail() -> None:
+        raise failure
+
+    # DDP queues its end behind its last bucket. So the first callback runs before that, and the second after.
+    queue(partial(queue, fail))
 
 
 def _has_group() -> bool:

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.group import Group, Remarks
@@ -22,8 +24,9 @@ from sdp4bit.collectives.sections import Range, merge_ranges, other_ranges, take
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
-from sdp4bit.engines.attach import build
+from sdp4bit.engines.attach import build, host_group
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
+from sdp4bit.engines.interrupted import REASON, agree_on_interrupted, call_all
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import ONE_RANK, one_hop_note, one_node_note, one_node_reason
 from sdp4bit.observe.measures import sample_gradient
@@ -77,11 +80,26 @@ class FlatGroupState(Group):
     """Communication of one flat buffer, which is the replica."""
 
     view: FlatGroup
+    _kept: Tensor | None = None  # this rank's row of the replica, while DeepSpeed overwrites it
 
     def attach_rows(self) -> None:
         if self.replica is not None:
             shape = self.layout.nodes, self.layout.ranks_per_node, self.view.shard_numel
             self.replica.rows = self.view.weights.view(shape)
+
+    @torch.no_grad()
+    def keep_row(self) -> None:
+        """Keep this rank's row of the replica, which a step of DeepSpeed overwrites by the new weights."""
+        self.put_back()  # if an exception has prevented that
+        if self.replica is not None:
+            self._kept = self.view.weights[self.view.own].clone()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore the row that was kept, if any."""
+        if self._kept is not None:
+            self.view.weights[self.view.own].copy_(self._kept)
+            self._kept = None
 
     def count_all_reduce(self, row_bytes: int) -> None:
         """Count DeepSpeed's all-reduce over rows of this size, which sends them twice."""
@@ -95,11 +113,13 @@ class FlatGroupState(Group):
 class ZeRO:
     """The engine of one ZeRO optimizer."""
 
-    def __init__(self, handle: DeepSpeedCommHandle, zero: Any) -> None:
+    def __init__(self, handle: DeepSpeedCommHandle, zero: Any, *, host: ProcessGroup | None) -> None:
         self.zero, self._stock = zero, type(zero)
         self._handle, self._state = handle, handle._state
         self._groups = cast(Sequence[FlatGroupState], self._state.groups)
         self._is_reduced_here = any(group.reduction is not None for group in self._groups)
+        self._host = host  # see `agree_on_interrupted`
+        self._is_sent = False  # the weights of a step, on all ranks
 
     def groups(self) -> Sequence[Group]:
         return self._groups
@@ -171,8 +191,8 @@ class ZeRO:
         is_due = config and own.numel() >= config.min_numel and self._state.steps >= config.start_step
         if reduction is not None and is_due:
             nonfinite = sample_gradient(group, values, sample_numel=self._state.gradient_sample_numel)
-            reduction(own, values, call=group.reductions, multiplier=multiplier, nonfinite=nonfinite)
-            group.reductions += 1
+            call = group.next_reduction()
+            reduction(own, values, call=call, multiplier=multiplier, nonfinite=nonfinite)
             group.gradient_bits = reduction.bits
             group.gradient_traffic.count_plain(own.nbytes)  # once more, because DeepSpeed all-reduces
             return
@@ -183,42 +203,47 @@ class ZeRO:
 
     def step(self, closure: None = None) -> None:
         """Take DeepSpeed's step, but send the differences between weights and their replicas."""
-        # DeepSpeed writes the new weights over this rank's row of the replica.
-        kept = [g.view.weights[g.view.own].clone() if g.replica else None for g in self._groups]
-        namespace, is_taken = vars(sys.modules[self._stock.__module__]), False
+        namespace, self._is_sent = vars(sys.modules[self._stock.__module__]), False
         stock = namespace["all_gather_dp_groups"]
-
-        def gather(**arguments: Any) -> None:
-            nonlocal is_taken
-            is_taken = True  # DeepSpeed skips the step if fp16 overflows
-            self._gather(kept, stock, arguments)
-
-        namespace["all_gather_dp_groups"] = gather
+        namespace["all_gather_dp_groups"] = partial(self._gather, stock)
         try:
+            for group in self._groups:
+                group.keep_row()
             self._stock.step(self.zero, closure)
         finally:
             namespace["all_gather_dp_groups"] = stock
-        if is_taken:
-            self._state.end_step()
+            # After an exception, or if fp16 has overflowed. The next step sends the changes of this one, too.
+            for group in self._groups:
+                group.put_back()
+            # Other ranks may have seen no exception.
+            if self._is_sent:
+                self._state.end_step()
 
     @torch.no_grad()
-    def _gather(
-        self, kept: Sequence[Tensor | None], stock: Callable[..., None], arguments: dict[str, Any]
-    ) -> None:
-        for index, (group, row) in enumerate(zip(self._groups, kept, strict=True)):
-            if group.replica is None or row is None:
-                names = "groups_flat", "partitioned_param_groups", "dp_process_group"
-                stock(**arguments | {name: [arguments[name][index]] for name in names})
-                group.count_dense(group.weight_traffic, group.view.weights[group.view.own].nbytes)
-                continue
-            group.attach_rows()
-            group.replica.own_shard.copy_(row)
-            group.weight_traffic.count_plain(row.nbytes)
-            group.replica.start_quantized_refresh(group.view.main)
-            group.refreshes += 1
+    def _gather(self, stock: Callable[..., None], **arguments: Any) -> None:
+        """Refresh the replicas; in full precision if an exception has interrupted the refresh before."""
         for group in self._groups:
-            if group.replica is not None:
-                group.replica.wait()
+            group.put_back()
+        torn = agree_on_interrupted(self._groups, host=self._host)
+        try:
+            for index, group in enumerate(self._groups):
+                if group.replica is None:
+                    names = "groups_flat", "partitioned_param_groups", "dp_process_group"
+                    stock(**arguments | {name: [arguments[name][index]] for name in names})
+                    group.count_dense(group.weight_traffic, group.view.weights[group.view.own].nbytes)
+                    continue
+                group.attach_rows()
+                main, row = group.view.main, group.replica.own_shard
+                group.weight_traffic.count_plain(row.nbytes)
+                if group in torn:
+                    group.replica.start_full_refresh(main.to(row.dtype))
+                    group.count_full_refresh(REASON)
+                else:
+                    group.replica.start_quantized_refresh(main)
+                    group.refreshes += 1
+            self._is_sent = True
+        finally:
+            call_all([group.replica.wait for group in self._groups if group.replica is not None])
 
     def state_dict(self) -> dict[str, Any]:
         """Return DeepSpeed's state of the optimizer with the communication state."""
@@ -281,7 +306,8 @@ def attach(
     handle = DeepSpeedCommHandle(ModelState(groups, telemetry=settings.telemetry), config=settings, note=note)
     with handle._attaching() as undo:
         build(groups, layouts=layouts, config=settings, undo=undo)
-        zero = ZeRO(handle, engine.optimizer)
+        host = host_group(purpose="decisions", undo=undo)
+        zero = ZeRO(handle, engine.optimizer, host=host)
         undo.callback(zero.send_main_weights)
         handle._install(zero, undo=undo, watched=groups)
     handle._log_attached()

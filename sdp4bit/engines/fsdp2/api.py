@@ -170,7 +170,7 @@ class FSDP2:
         """Watch optimizers, loads and forwards, which together show the boundary of a step."""
         state = self._state
         if state.groups:
-            yield state.step_observer.watch_optimizers()
+            yield from state.step_observer.watch_optimizers()
         for group in state.groups:
             yield from map(state.aliases.watch, group.view.params)
         for root in self._roots:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.host import all_reduce_on_host
@@ -52,32 +52,48 @@ class StepObserver:
         *,
         count: Callable[[Sequence[object]], None],
         after_step: Callable[..., None],
+        aliases: StateDictAliases,
     ) -> None:
-        """Call `count` with the parameters of each step, `after_step` once per step or backward."""
-        self._params, self._count, self._after_step = params, count, after_step
+        """Call `count` with the parameters of each step, `after_step` once per step or backward.
+
+        Args:
+            aliases: the tensors in which a step that only creates optimizer states must not be taken for a
+                load.
+        """
+        self._params, self._count, self._after_step, self._aliases = params, count, after_step, aliases
         self._known: dict[int, ParamView] = {}
         # Optimizers of other models, by id, with the ids of their parameters.
         self._foreign: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = {}
         self._stepping_in = -1
         self.is_reduced = False  # gradients have been reduced since the last optimizer step
 
-    def watch_optimizers(self) -> RemovableHandle:
-        """Watch the steps of every torch optimizer; the hook does not keep the model alive."""
+    def watch_optimizers(self) -> Sequence[RemovableHandle]:
+        """Watch the steps of every torch optimizer; the hooks do not keep the model alive."""
         # Removed here and not by the finalizer below: a garbage collection may come while an optimizer
         # iterates over its hooks.
         while _dropped:
             _dropped.pop().remove()
         reference = weakref.ref(self)
 
+        def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            observer = reference()
+            if observer is not None and observer._only_creates_state(optimizer):
+                observer._aliases.note_writes()
+
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             observer = reference()
-            if observer is not None and not observer._only_creates_state(optimizer):
+            if observer is not None and observer._only_creates_state(optimizer):
+                observer._aliases.ignore_writes()
+            elif observer is not None:
                 observer.note_step(optimizer)
 
-        # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
-        hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
-        weakref.finalize(self, _dropped.append, hook)
-        return hook
+        # Disabled, because `torch.compile(optimizer.step)` would otherwise run them only while tracing.
+        hooks = [
+            register_optimizer_step_pre_hook(torch.compiler.disable(before_step)),
+            register_optimizer_step_post_hook(torch.compiler.disable(after_step)),
+        ]
+        weakref.finalize(self, _dropped.extend, hooks)
+        return hooks
 
     def _only_creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step cannot change weights: no reduced gradients and a learning rate of zero."""
@@ -180,20 +196,33 @@ class StateDictAliases:
         if alive:
             self._kept[name] = [(weakref.ref(value), now) for value, _, now in alive]
 
-    def forget_writes(self) -> None:
-        """Attribute all writes so far to an optimizer."""
+    def note_writes(self) -> None:
+        """Record the writes since the last call, which may be loads."""
         for name in {*self._kept, *self._latest}:
             self._look(name)
+
+    def ignore_writes(self) -> None:
+        """Attribute the writes since `note_writes` to a step that changes no weights."""
+        written = set(self._written)
+        self.note_writes()
+        self._written = written
+
+    def forget_writes(self) -> None:
+        """Attribute all writes so far to an optimizer."""
+        self.note_writes()
         self._written.clear()
 
     def take_loads(self, names: Iterable[str]) -> bool:
         """Return whether all of these parameters were written to since the last call or optimizer step."""
-        for name in {*self._kept, *self._latest}:
-            self._look(name)
+        self.note_writes()
         expected = set(names)
         is_loaded = bool(expected) and self._written >= expected
         self._written -= expected
         return is_loaded
+
+    def detach(self) -> None:
+        """Drop all references to tensors."""
+        self._latest, self._kept = {}, {}
 
 
 class FSDPModelState(ModelState):
@@ -217,6 +246,7 @@ class FSDPModelState(ModelState):
             [param for group in groups for param in group.view.params],
             count=partial(FSDPModelState._count_step, model),
             after_step=partial(FSDPModelState.after_step, model),
+            aliases=self.aliases,
         )
         self._stepped: set[int] = set()  # see `_count_step`
         self._leader: weakref.ref[object] | None = None
@@ -232,6 +262,7 @@ class FSDPModelState(ModelState):
         # Gradients were reduced on this rank since the last step boundary.
         self._is_reduced = False
         self._has_gradients = True
+        self._most_ranks = max((group.layout.size for group in groups), default=1)
         self._warned: set[str] = set()
         self._has_logged = False  # a load of weights without the state
 
@@ -360,22 +391,28 @@ class FSDPModelState(ModelState):
             for group in groups:
                 group.fresh.seen.was_loaded = True
         self._log_stateless_load(groups)
-        # 2. One reduction for the groups of the same ranks. All of these ranks come here, and reduce in the
-        # same order, whatever each of them has seen.
+        # 2. All that this rank has seen, before anything is reduced, because ranks of every layout must end
+        # the step, also if only the last one holds the weights that were edited.
+        seen = self._seen([group for group in groups if group.layout.size > 1])
+        changed = self.step_pending or any(flags.edited for flags in seen.values())
+        reduced = self._is_reduced
+        # 3. One reduction for the groups of the same ranks. All of these ranks come here, and reduce in the
+        # same order, whatever each of them has seen. Layouts are dimensions of one mesh or contain each
+        # other, so an event reaches the ranks of all.
         asked: dict[int, list[FSDPGroup]] = {}
         for group in groups:  # by their layout, which groups share; its ranks would take long to hash
             asked.setdefault(id(group.layout), []).append(group)
-        changed, reduced = self.step_pending, self._is_reduced
         for together in asked.values():
-            if together[0].layout.size == 1:
-                continue
-            (changed, reduced), flags = self._agreed_flags(together, (changed, reduced))
-            # Weights that another kind of optimizer has changed are found as edits.
-            changed = changed or any(flag.edited for flag in flags.values())
-            self._decide(flags)
-        # 3. The step ends with the first forward after its optimizer step.
+            if together[0].layout.size > 1:
+                (changed, reduced), flags = self._agreed(together, seen, (changed, reduced))
+                self._decide(flags)
+        # 4. The step ends with the first forward after its optimizer step, on all ranks of the largest
+        # layout. The forward of other groups leaves its end to that.
         if changed and reduced:
-            self.end_step()
+            if any(group.layout.size == self._most_ranks for group in groups):
+                self.end_step()
+            else:
+                self.step_pending = self._is_reduced = True
 
     def _decide(self, flags: Mapping[FSDPGroup, Flags]) -> None:
         """Let the events of all ranks change the states of groups with a replica."""
@@ -415,8 +452,23 @@ class FSDPModelState(ModelState):
                 "weights. If this resumes a run, it is not bit-exact: save the handle with the model"
             )
 
-    def _agreed_flags(
-        self, groups: Sequence[FSDPGroup], own: tuple[bool, bool]
+    def _seen(self, groups: Sequence[FSDPGroup]) -> dict[FSDPGroup, Flags]:
+        """Return the events that this rank has seen, for the groups with a replica."""
+        groups = [group for group in groups if group.replica is not None]
+        found = {group: group.fresh.find_edits() for group in groups}
+        edits = {group: edit for group, edit in found.items() if edit is not None}
+        edited = dict(zip(edits, torch.stack(list(edits.values())).tolist(), strict=True)) if edits else {}
+        return {
+            group: group.fresh.flags(
+                edited=edited.get(group, False),
+                is_torn=group.replica is not None and group.replica.is_torn,
+                has_gradients=self._has_gradients,
+            )
+            for group in groups
+        }
+
+    def _agreed(
+        self, groups: Sequence[FSDPGroup], seen: Mapping[FSDPGroup, Flags], own: tuple[bool, bool]
     ) -> tuple[tuple[bool, bool], dict[FSDPGroup, Flags]]:
         """Return the events that any rank has seen, for the groups with a replica.
 
@@ -424,27 +476,16 @@ class FSDPModelState(ModelState):
             groups: groups of the same ranks.
             own: whether weights have changed and gradients were reduced on this rank; returned for all.
         """
-        over, groups = groups[0], [group for group in groups if group.replica is not None]
-        found = {group: group.fresh.find_edits() for group in groups}
-        edits = {group: edit for group, edit in found.items() if edit is not None}
-        edited = dict(zip(edits, torch.stack(list(edits.values())).tolist(), strict=True)) if edits else {}
-        seen = [
-            group.fresh.flags(
-                edited=edited.get(group, False),
-                is_torn=group.replica is not None and group.replica.is_torn,
-                has_gradients=self._has_gradients,
-            )
-            for group in groups
-        ]
+        nothing = [False] * len(Flags._fields)
+        rows = [[*own, *seen.get(group, nothing)] for group in groups]
         # On the CPU: apart from the checksums, the flags do not depend on the GPU, so a step need not wait
         # for it.
-        padding = [False] * (len(Flags._fields) - len(own))
-        flags = torch.tensor([(*own, *padding), *seen], dtype=torch.int32)
-        self._reduce(flags, over, op=dist.ReduceOp.MAX, what="agreement on changed weights")
-        rows = self.over_copies(flags[1:], groups).tolist()
-        changed, reduced, *_ = flags[0].tolist()
-        agreed_flags = (Flags(*map(bool, row)) for row in rows)
-        return (bool(changed), bool(reduced)), dict(zip(groups, agreed_flags, strict=True))
+        flags = torch.tensor(rows, dtype=torch.int32)
+        self._reduce(flags, groups[0], op=dist.ReduceOp.MAX, what="agreement on changed weights")
+        rows = self.over_copies(flags, groups).bool().tolist()
+        changed, reduced, *_ = (any(column) for column in zip(*rows, strict=True))
+        agreed = {group: Flags(*row[2:]) for group, row in zip(groups, rows, strict=True) if group in seen}
+        return (changed, reduced), agreed
 
     def _reduce(self, values: Tensor, over: FSDPGroup, *, op: dist.ReduceOp.RedOpType, what: str) -> None:
         group = self.decision_group or over.view.process_group
@@ -489,5 +530,5 @@ class FSDPModelState(ModelState):
 
     def detach(self) -> None:
         super().detach()
-        self.aliases = StateDictAliases()
+        self.aliases.detach()
         self.step_observer.detach()

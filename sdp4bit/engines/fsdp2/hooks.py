@@ -229,13 +229,12 @@ class ReduceScatterHook(_Hook):
             reduction(
                 output,
                 input,
-                call=group.reductions,
+                call=group.next_reduction(),
                 multiplier=multiplier,
                 nonfinite=nonfinite,
                 sections=sections,
             )
             group.gradient_bits = reduction.bits
-            group.reductions += 1
         if over is not None and group.replicate_layout is None:
             first = torch_group.rank() * output.numel()
             sample_received(group, output, over, first=first, sample_numel=sample_numel)
@@ -294,13 +293,12 @@ class ReplicateGroup(_Hook):
                     nonfinite = sample_gradient(group, values, sample_numel=sample_numel)
                 all_reduce(
                     values,
-                    call=group.all_reduces,
+                    call=group.next_all_reduce(),
                     multiplier=multiplier,
                     nonfinite=nonfinite,
                     sections=sections,
                 )
                 group.gradient_bits = all_reduce.bits
-                group.all_reduces += 1
             if sample_numel is not None:
                 over = Reduction(self._stock, mean_factor(opts.reduceOp, self._stock))
                 first = 0 if shards is None else shards.rank() * values.numel()

@@ -15,6 +15,7 @@ from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import TelemetryConfig, WeightConfig
+from sdp4bit.engines.interrupted import REASON
 from sdp4bit.engines.megatron.buckets import MegatronBucket
 from sdp4bit.observe.measures import sample_gradient, sample_of
 from sdp4bit.observe.stats import ModelState
@@ -55,6 +56,7 @@ class BucketReplica(WeightReplica):
             scratch=scratch,
             name=name,
         )
+        self._is_torn = False
         self._exact_ranges = exact_ranges
         self._exact_numel = max((sum(b - a for a, b in ranges) for ranges in exact_ranges), default=0)
 
@@ -62,6 +64,11 @@ class BucketReplica(WeightReplica):
     def exact_numel(self) -> int:
         """Values per row that are sent in full precision besides quantized ones."""
         return 0 if self.bits is None else self._exact_numel
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an exception has interrupted a refresh since the last one in full precision."""
+        return self._is_torn
 
     def sample(self, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
         """Return ranges of the main shard, fp32, and of the replica; equal in exact ranges."""
@@ -96,6 +103,7 @@ class BucketReplica(WeightReplica):
         self.wait()
 
     def refresh(self) -> None:
+        was_torn, self._is_torn = self._is_torn, True
         row = self.main_shard()
         self._traffic.count_plain(self.own_shard.nbytes)
         self.attach_rows()
@@ -104,12 +112,15 @@ class BucketReplica(WeightReplica):
         self.wait()
         if exact is not None:
             self._gather_exact(exact)
+        self._is_torn = was_torn
 
     def refresh_fully(self) -> None:
         """Set the replica to the main weights of all ranks, rounded to the model's dtype."""
+        self._is_torn = True
         self.attach_rows()
         self.start_full_refresh(self.main_shard().to(self.own_shard.dtype))
         self.wait()
+        self._is_torn = False
 
     def _take_out_exact(self, row: Tensor) -> Tensor:
         """Return the exact ranges of the row, and replace them in the row by the replica's values."""
@@ -150,6 +161,7 @@ class BucketState(Group):
     view: MegatronBucket
     replica: BucketReplica | None
 
+    is_full_due = False  # an exception has interrupted a refresh on some rank, see `agree_on_interrupted`
     is_staged = False  # the second half of a reduction is issued with the first half of the next bucket's
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
@@ -196,29 +208,32 @@ class BucketState(Group):
         assert self.reduction is not None
         name, process_group = self.view.name, self.view.process_group
         arguments = {
-            "call": self.reductions,
+            "call": self.next_reduction(),
             "multiplier": reduction_multiplier(op, process_group, name=name, engine="Megatron-Core"),
             "nonfinite": sample_gradient(self, input, sample_numel=sample_numel),
         }
-        self.reductions += 1
         self.gradient_bits = self.reduction.bits
         return arguments
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
+        """Send the changes; in full precision if an exception has interrupted the refresh before."""
         assert self.replica is not None
-        self.is_changed = False
+        if self.is_full_due:
+            self.refresh_fully(REASON)
+            return
         self.replica.refresh()
         self.refreshes += 1
+        self.is_changed = False  # only now, so that an exception leaves the refresh due
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def refresh_fully(self) -> None:
+    def refresh_fully(self, reason: str = "weights were loaded or copied, or NaN was sent") -> None:
         assert self.replica is not None
-        self.is_changed = False
         self.replica.refresh_fully()
-        self.count_full_refresh("weights were loaded or copied, or NaN was sent")
+        self.is_changed = self.is_full_due = False
+        self.count_full_refresh(reason)
 
 
 class MegatronModelState(ModelState):

@@ -8,13 +8,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.work import SideStream, has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
-from sdp4bit.engines.attach import build
+from sdp4bit.engines.attach import build, host_group
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.megatron.buckets import (
     REPLICATED_DTYPES,
@@ -45,9 +46,15 @@ class MegatronCore:
     """Megatron-Core as an engine: replaces methods of bucket groups and distributed optimizers."""
 
     def __init__(
-        self, handle: MegatronCommHandle, state: MegatronModelState, *, optimizers: Sequence[Optimizer]
+        self,
+        handle: MegatronCommHandle,
+        state: MegatronModelState,
+        *,
+        optimizers: Sequence[Optimizer],
+        host: ProcessGroup | None,
     ) -> None:
         self._handle = handle
+        self._host = host  # see `agree_on_interrupted`
         self._state = state
         self._optimizers = optimizers
         self.group_patches: list[GroupPatch] = []
@@ -92,6 +99,7 @@ class MegatronCore:
                     optimizer,
                     [group for group in self._state.groups if group.view.optimizer is optimizer],
                     state=self._state if any(optimizer is each for each in counted) else None,
+                    host=self._host,
                     save=self._handle.state_dict,
                     load=self._handle.load_state_dict,
                 )
@@ -170,8 +178,9 @@ class MegatronCommHandle(CommHandle):
             undo.callback(copies.remove)
             copies.install(gradients_quantized=any(group.reduction is not None for group in groups))
             stages = pipeline_group(chunks)
+            host = host_group(purpose="decisions", undo=undo)
             self._install(
-                MegatronCore(self, state, optimizers=optimizers),
+                MegatronCore(self, state, optimizers=optimizers, host=host),
                 undo=undo,
                 # Experts step later.
                 watched=[c for c in groups if (c.replica or c.reduction) and not c.view.is_expert],
@@ -181,7 +190,10 @@ class MegatronCommHandle(CommHandle):
         self._log_attached()
 
     def mark_step(self) -> None:
-        """Report a change of the main weights outside optimizer.step(); the next parameter sync sends it."""
+        """Report a change of the main weights outside optimizer.step(); the next parameter sync sends it.
+
+        Call it on all ranks.
+        """
         self._check_attached()
         for optimizer_patch in self._engine.optimizer_patches:
             optimizer_patch.mark_changed()

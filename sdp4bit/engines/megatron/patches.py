@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.work import SideStream
 from sdp4bit.engines.handle import StateDict
+from sdp4bit.engines.interrupted import agree_on_interrupted, call_all
 from sdp4bit.engines.megatron.communication import BucketState, MegatronModelState
 from sdp4bit.engines.megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
 from sdp4bit.engines.megatron.objects import BucketGroup, Optimizer, Waitable
@@ -113,12 +116,11 @@ class GroupPatch(Patch):
             ]
             self.group.grad_reduce_handle = JointWork(self.group.grad_reduce_handle, *works)
         elif wanted:
-
-            def reduce() -> None:
-                for bucket, output, input, op in wanted:
-                    bucket.reduce(output, input, op, sample_numel=sample_numel)
-
-            work = self._gradient_stream.run(reduce)
+            reductions = [
+                partial(bucket.reduce, output, input, op, sample_numel=sample_numel)
+                for bucket, output, input, op in wanted
+            ]
+            work = self._gradient_stream.run(partial(call_all, reductions))
             self.group.grad_reduce_handle = _after(self.group.grad_reduce_handle, work)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
@@ -140,12 +142,7 @@ class GroupPatch(Patch):
         with _collective(self.group, "start_param_sync", all_gather) as stock:
             self._stock["start_param_sync"](force_sync=force_sync)
         if wanted:
-
-            def refresh() -> None:
-                for bucket in wanted:
-                    bucket.refresh()
-
-            work = self._weight_stream.run(refresh)
+            work = self._weight_stream.run(partial(call_all, [bucket.refresh for bucket in wanted]))
             self.group.param_gather_handle = _after(self.group.param_gather_handle, work)
 
     def finish_pending(self) -> None:
@@ -187,6 +184,7 @@ class OptimizerPatch(Patch):
         groups: Sequence[BucketState],
         *,
         state: MegatronModelState | None,
+        host: ProcessGroup | None,
         save: Callable[[], StateDict],
         load: Callable[[StateDict], None],
     ) -> None:
@@ -195,6 +193,7 @@ class OptimizerPatch(Patch):
         Args:
             groups: the buckets that the optimizer updates.
             state: counts its steps; None if another optimizer's steps are counted.
+            host: see `agree_on_interrupted`.
             save, load: access the communication state, for the optimizer's state dict.
         """
         super().__init__(
@@ -203,6 +202,7 @@ class OptimizerPatch(Patch):
         self._optimizer = optimizer
         self._buckets = groups
         self._state = state
+        self._host = host
         self._save = save
         self._load = load
         self.steps = 0  # updates of the main weights by this optimizer
@@ -233,11 +233,16 @@ class OptimizerPatch(Patch):
             self._state.count(self.steps)
 
     def mark_changed(self) -> None:
-        """Record the end of a step, so that the next parameter sync sends the differences of all buckets."""
+        """Record the end of a step, so that the next parameter sync sends the differences of all buckets.
+
+        Collective over the data-parallel ranks.
+        """
+        torn = agree_on_interrupted(self._buckets, host=self._host)
         for group in self._buckets:
             group.weight_traffic.end_step()
             group.gradient_traffic.end_step()
             group.is_changed = group.replica is not None
+            group.is_full_due = group in torn
 
     def state_dict(self) -> StateDict:
         """Return the optimizer's state with the communication state in the entry that every format saves."""

@@ -5,7 +5,9 @@ Layer: 2 and 4 real processes over gloo.
 
 from __future__ import annotations
 
+import itertools
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdp4bit
 from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig
+from sdp4bit.collectives.all_reduce import PieceQuantizer, QuantizedAllReduce
 from sdp4bit.traffic import Grid
 from tests import mutations
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
@@ -317,6 +320,46 @@ def test_pairs_of_ranks_train_a_model_each_and_errors_are_the_same_on_all_ranks(
         sdp4bit.DDPCommState(mine, config="sdp4")
     with pytest.raises(ValueError, match=r"not the state of an sdp4bit\.DDPCommState"):
         state.load_state_dict({"steps": 3})
+
+
+@on_ranks(4)
+def test_a_state_of_other_ranks_than_the_model_is_refused() -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(ToyGPT(), process_group=pairs[dist.get_rank() // 2])
+    model.register_comm_hook(sdp4bit.DDPCommState(topology=1), sdp4bit.ddp_comm_hook)
+    with pytest.raises(
+        ValueError, match=r"averages over ranks .*, but its DDPCommState over ranks 0, 1, 2, 3:"
+    ):
+        loss_of(model, next(batches())).backward()
+
+
+FAULTS = {"before sending": (QuantizedAllReduce, "__call__"), "after sending": (PieceQuantizer, "restore")}
+
+
+@on_ranks(2)
+def test_an_exception_in_the_hook_is_raised_as_it_is_and_ddp_continues() -> None:
+    """Other ranks may have seen none: all count the step, so that their rounding bits stay equal."""
+    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+        run, steps = DDPRun(ALL, **options).train(2), 2
+        for (target, name), error, ranks in itertools.product(
+            FAULTS.values(), (torch.OutOfMemoryError, KeyboardInterrupt), ((0, 1), (1,))
+        ):
+            if name == "__call__" and ranks == (1,):
+                continue  # the other rank waits for this one
+            real, calls, here = getattr(target, name), itertools.count(1), dist.get_rank() in ranks
+
+            def fail(*args: Any, **given: Any) -> Any:
+                if next(calls) == 2 and here:  # noqa: B023
+                    raise error("on purpose")  # noqa: B023
+                return real(*args, **given)  # noqa: B023
+
+            raised = pytest.raises(error, match=r"^on purpose$") if here else nullcontext()
+            with mock.patch.object(target, name, fail), raised:
+                run.backward()
+            run.optimizer.zero_grad()
+            run.train(1).check_ranks()
+            steps += 2
+            assert run.state.steps == steps
 
 
 class SparseEmbedding(nn.Module):

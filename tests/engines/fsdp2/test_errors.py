@@ -63,7 +63,7 @@ def footprint(model: object) -> list[Any]:
     return [
         [(g._all_gather_comm, g._reduce_scatter_comm, g.force_sum_reduction_for_comms) for g in groups],
         [[*m._load_state_dict_post_hooks, *m._state_dict_hooks] for m in modules],
-        list(optimizers._global_optimizer_post_hooks),
+        [*optimizers._global_optimizer_pre_hooks, *optimizers._global_optimizer_post_hooks],
         sorted(group.group_name for group in dist.distributed_c10d._world.pg_map),
     ]
 

@@ -73,12 +73,17 @@ def test_a_removed_handle_keeps_its_statistics_and_refuses_the_rest() -> None:
             act()
 
 
+def optimizer_hooks() -> int:
+    hooks = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    return sum(map(len, hooks))
+
+
 def hooks_of(model: nn.Module) -> list[Any]:
     """Return everything that an attachment may leave behind."""
     fsdp = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = {id(group): group for module in fsdp for group in param_groups_of(module)}.values()
     return [
-        len(torch_optimizer._global_optimizer_post_hooks),
+        optimizer_hooks(),
         [len(getattr(m, name)) for m in model.modules() for name in vars(m) if name.endswith("_hooks")],
         [
             (type(g._all_gather_comm), type(g._reduce_scatter_comm), g.force_sum_reduction_for_comms)
@@ -173,9 +178,9 @@ def test_a_dropped_model_is_collected_with_its_handle_or_without_it_after_remova
     assert [reference() for reference in dead] == [None] * 4
     collecting.remove()
     gc.enable()
-    hooks = len(torch_optimizer._global_optimizer_post_hooks)
+    hooks = optimizer_hooks()
     quantize_communication(build(), topology=1)
-    assert len(torch_optimizer._global_optimizer_post_hooks) == hooks
+    assert optimizer_hooks() == hooks
 
 
 def build_tiny() -> nn.Module:

@@ -6,14 +6,17 @@ Layer: real Megatron-Core in 2 and 4 processes over gloo, through `fake_cuda`.
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from sdp4bit import AuditConfig, ReplicaMismatchError, SDP4BitConfig
+from sdp4bit.collectives.weight_replica import WeightReplica
 from tests.engines.megatron.runs import (
     EXACT_AND_CLOSE,
     FP16,
@@ -82,6 +85,36 @@ def forced_syncs(overlap: bool) -> None:
 def test_skipped_steps_and_forced_syncs(overlap: bool) -> None:
     assert_close_to_plain(skipping, overlap, checks=EXACT_AND_CLOSE)
     forced_syncs(overlap)
+
+
+# -- exceptions -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_exception_in_a_refresh_leaves_equal_replicas() -> None:
+    """All ranks repeat it after the next step, in full precision if it had begun on one of them."""
+    for config in (LOSSLESS, QUANTIZED):
+        run = MegatronRun(config, topology=1).train(1)
+        for name, ranks in (("_start", (0, 1)), ("apply", (0, 1)), ("apply", (1,))):
+            if name == "apply" and config is LOSSLESS:
+                continue  # copies rows instead
+            real, here, failed = getattr(WeightReplica, name), dist.get_rank() in ranks, list[str]()
+
+            def fail(*args: Any, **given: Any) -> Any:
+                if here and not failed:  # noqa: B023
+                    failed.append(name)  # noqa: B023
+                    raise torch.OutOfMemoryError("on purpose")
+                return real(*args, **given)  # noqa: B023
+
+            run.backward()
+            raised = pytest.raises(torch.OutOfMemoryError) if here else nullcontext()
+            with mock.patch.object(WeightReplica, name, fail), raised:
+                run.step()
+            full = run.comm.stats()["full_refreshes"]
+            run.train(1)
+            assert run.comm.stats()["full_refreshes"] == full + 1, (name, ranks)
+            run.assert_replicas_identical()
+        run.finish()
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------

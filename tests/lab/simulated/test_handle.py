@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from sdp4bit import AlertConfig, AuditConfig, GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
-from sdp4bit_lab.simulated.collectives import simulated_layout
+from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica, simulated_layout
 from sdp4bit_lab.simulated.communication import SimulatedCommHandle
+from sdp4bit_lab.simulated.rows import RowLayout
 from tests.tables import explained, flat
 
 WATCHED = replace(
@@ -89,3 +92,34 @@ def test_what_it_tells_is_what_every_handle_tells() -> None:
     assert handle.stats()["full_refreshes"] == 2
     handle.remove()
     assert handle.stats()["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "call"),
+    [
+        (SimulatedReduceScatter, "add", 6),
+        (SimulatedReplica, "quantize", 3),
+        (SimulatedReplica, "apply", 2),
+        (RowLayout, "read_rows", 2),
+    ],
+)
+def test_an_exception_leaves_what_was(target: Any, name: str, call: int) -> None:
+    """Gradients are added again from the first rank on, and weights are refreshed by the next forward."""
+    (expected, plain), (handle, main) = attach(SDP4BitConfig()), attach(SDP4BitConfig())
+    for each, module in ((expected, plain), (handle, main)):
+        train(each, module, steps=1)
+    real, calls = getattr(target, name), iter(range(1, 100))
+
+    def fail(*args: Any, **given: Any) -> Any:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return real(*args, **given)
+
+    with mock.patch.object(target, name, fail), pytest.raises(KeyboardInterrupt):
+        train(handle, main, steps=1)
+    train(expected, plain, steps=1)
+    if name == "add":
+        train(handle, main, steps=1)
+    handle.before_forward()
+    assert all(map(torch.equal, main.parameters(), plain.parameters()))
+    assert all(torch.equal(handle._held[each], expected._held[each]) for each in expected._held)
