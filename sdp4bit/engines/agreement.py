@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import logging
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,17 +25,14 @@ from sdp4bit.collectives.topology import (
     unknown_spec,
 )
 from sdp4bit.config import VERSION
+from sdp4bit.engines.arrival import wait_for_ranks
 from sdp4bit.warn import warn_user
-
-logger = logging.getLogger("sdp4bit")
 
 Sent = TypeVar("Sent")
 Scope = tuple[Sequence[int], str]
 """The ranks that must agree and the subject: "settings", "shards" or "replicate"."""
 Texts = dict[str, str]  # names and values for error messages
 _SHOWN_DIFFERENCES = 8
-_PATIENCE = 60.0  # seconds until absent ranks are named
-_calls = itertools.count()
 _WAY_OUT = {
     "settings": "have different settings or versions; make them equal on all ranks",
     "shards": "share a data-parallel group but not its parameter groups; build the same model and skip the "
@@ -70,6 +63,17 @@ class AgreedNodes:
 
     shards: dict[tuple[int, ...], Nodes]  # layouts of ranks that parameter groups are sharded over
     replicate: dict[tuple[int, ...], Nodes]  # layouts of ranks that hold the same shards (HSDP)
+
+    def connected(self) -> Sequence[int]:
+        """Return this rank and all ranks that share groups with it, directly or through others."""
+        found = {dist.get_rank()}
+        while joining := [
+            ranks
+            for ranks in (*self.shards, *self.replicate)
+            if not found.isdisjoint(ranks) and not found.issuperset(ranks)
+        ]:
+            found.update(*joining)
+        return sorted(found)
 
 
 class Summary(TypedDict):
@@ -109,8 +113,8 @@ def agree(
 ) -> AgreedNodes:
     """Return the node layout of every data-parallel group; collective over the job.
 
-    The ranks gather summaries. They gather the full proposals only to report a mismatch, and the results of
-    `check` only if a rank has one.
+    The ranks wait for each other in the store, before their first collective. They gather summaries. They
+    gather the full proposals only to report a mismatch, and the results of `check` only if a rank has one.
 
     Args:
         settings: values by name that must be equal on all ranks.
@@ -123,6 +127,7 @@ def agree(
         ValueError: the same on every rank: some rank failed, settings or versions differ, or the ranks of a
             group do not fill its nodes evenly.
         TypeError: the same, if all failures are TypeErrors.
+        ExchangeError: some ranks did not call before the timeout of the default group.
     """
     row: str | int | tuple[int, ...] | None = None
     nodes_per_block: int | None = None
@@ -161,8 +166,8 @@ def agree(
         "names": [rows.name for rows in groups],
     }
     subject = f"the setup in {call}, which all ranks must call, including those without a model"
-    with _absent_ranks_named(call):
-        summaries = _gather(summary, subject)
+    wait_for_ranks(range(dist.get_world_size()), call=f"sdp4bit.{call}")
+    summaries = _gather(summary, subject)
     distinct = {(scope, digest) for each in summaries for scope, digest in each["digests"].items()}
     unequal = [
         scope for scope, digest in distinct for r in scope[0] if summaries[r]["digests"].get(scope) != digest
@@ -195,38 +200,6 @@ def _own_part(topology: object, *, has_groups: bool) -> str | int | tuple[int, .
     if row is None and has_groups:
         raise ValueError(f"topology: this rank is not in its (inter, intra) mesh {topology}")
     return row
-
-
-@contextmanager
-def _absent_ranks_named(call: str) -> Iterator[None]:
-    """Log after a minute which ranks have not called; without them this rank waits until the timeout."""
-    c10d: Any = dist.distributed_c10d
-    store, this, ranks = c10d._get_default_store(), dist.get_rank(), range(dist.get_world_size())
-    prefix = f"sdp4bit/{call}/{next(_calls)}"
-    with suppress(RuntimeError):  # the store of torch's fake process group keeps nothing
-        store.set(f"{prefix}/{this}", "called")
-
-    def name_absent() -> None:
-        # A connection of its own: the main thread may hold the other one while it waits.
-        own = store.clone()
-        absent = [rank for rank in ranks if not own.check([f"{prefix}/{rank}"])]
-        if absent and absent[:this] == list(range(this)):  # the first that has called speaks for all
-            logger.warning(
-                "sdp4bit.%s: rank %d has waited %.0f s for %s to call it: all ranks must, including those "
-                "without a model",
-                call,
-                this,
-                _PATIENCE,
-                ranks_in_words(absent),
-            )
-
-    timer = threading.Timer(_PATIENCE, name_absent)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _gather(own: Sent, subject: str) -> list[Sent]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.engines.arrival import wait_for_ranks
 from sdp4bit.engines.protocol import Engine
 from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
@@ -51,11 +53,19 @@ class CommHandle(ABC):
     _sent: Sequence[str] = ("weights", "gradients")
     _hint = ""  # last line of `explain()`
 
-    def __init__(self, state: ModelState, *, config: SDP4BitConfig, note: str = "") -> None:
-        """Create the handle of an attached model; `explain` prints the note below its table."""
+    def __init__(
+        self, state: ModelState, *, config: SDP4BitConfig, note: str = "", ranks: Sequence[int] = ()
+    ) -> None:
+        """Create the handle of an attached model.
+
+        Args:
+            note: `explain` prints it below its table.
+            ranks: those that communicate with this one, directly or through others.
+        """
         self.config = config
         self._state = state
         self._note = note
+        self._ranks = ranks
         self._alerts: Alerts | None = None
         self._removed = False
         self._last_stats: tuple[Stats, list[GroupStats]] | None = None
@@ -127,9 +137,19 @@ class CommHandle(ABC):
 
         Raises:
             RuntimeError: FSDP2 holds gradients of HSDP that it has not all-reduced; nothing is changed.
+            ExchangeError: another rank did not call it; nothing is changed. Ranks that handle an error, as in
+                a `finally` block, do not wait for others.
         """
+        if self._removed:
+            return
         self._check_left()
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            self._wait_for_ranks("remove")
         self._undo.close()
+
+    def _wait_for_ranks(self, call: str) -> None:
+        """Wait until all ranks have made a call that sends something or changes the rounding."""
+        wait_for_ranks(self._ranks, call=f"comm.{call}")
 
     @property
     def is_attached(self) -> bool:
@@ -249,6 +269,7 @@ class CommHandle(ABC):
             same on all ranks that share the groups. FSDP2 and DDP.
         """
         self._check_attached()
+        self._wait_for_ranks("measure")
         return self._state.measure()
 
     def time_steps(self, step: Callable[[], object], *, repeats: int = 10) -> StepTimes:
@@ -281,6 +302,7 @@ class CommHandle(ABC):
         self._check_switch()
         if not self._is_quantized:
             raise RuntimeError("time_steps was called inside full_precision(): call it outside")
+        self._wait_for_ranks("time_steps")
         return time_steps(
             step, repeats=repeats, full_precision=self.full_precision, device=self._state.device
         )
@@ -359,6 +381,7 @@ class CommHandle(ABC):
             ReplicaMismatchError: on all ranks of the group, unless the configuration asks for a resync.
         """
         self._check_attached()
+        self._wait_for_ranks("audit")
         return self._audit(self.config.audit or AuditConfig())
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, quantize_communication
-from sdp4bit.engines import agreement
+from sdp4bit.engines import arrival
 from sdp4bit.quantization import random
 from tests import toy
 from tests.ranks import on_ranks, run_ranks
@@ -208,7 +208,7 @@ def test_ranks_that_have_not_called_are_named_by_the_first_that_has() -> None:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sdp4bit").addHandler(handler)
     model = toy.build()
-    with mock.patch.object(agreement, "_PATIENCE", 1.0):
+    with mock.patch.object(arrival, "_PATIENCE", 1.0):
         if dist.get_rank() == 1:
             time.sleep(2)
         quantize_communication(model, topology=1).remove()
