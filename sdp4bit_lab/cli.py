@@ -123,7 +123,7 @@ def _command(
 )
 def _pretrain(config: PretrainConfig) -> int:
     """Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this
-    machine, or uses the processes that torchrun started. --config-file NAME.yaml (or .toml) reads options
+    machine, or uses those that a launcher has started. --config-file NAME.yaml (or .toml) reads options
     from a file; options on the command line override it."""
     if config.dry_run:
         from sdp4bit_lab.plan.dry_run import print_dry_run
@@ -257,7 +257,7 @@ def _plan(config: PlanConfig) -> int:
 )
 def _probe(config: ProbeConfig) -> int:
     """Measure intra-node and inter-node bandwidth and quantization speed for `sdp4bit plan --probe`. Starts
-    --nproc-per-node processes on this machine, or uses the processes that torchrun started."""
+    --nproc-per-node processes on this machine, or uses those that a launcher has started."""
     return _run_on_ranks("sdp4bit_lab.plan.probe:probe", config, config.parallel, leaves_early=False)
 
 
@@ -304,9 +304,11 @@ def _report(config: ReportConfig) -> int:
 
 
 def _run_on_ranks(program: str, config: object, parallel: RanksConfig, **options: Any) -> int:
-    """Import torch, and call `run_on_ranks`."""
+    """Join the launcher's ranks if there is one, import torch, and call `run_on_ranks`."""
+    from sdp4bit_lab.common.launch.environment import adopt_launcher
     from sdp4bit_lab.common.phases import start_phases
 
+    adopt_launcher(parallel)
     start_phases("importing torch")
     from sdp4bit_lab.common.launch.local import run_on_ranks
 

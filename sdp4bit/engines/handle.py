@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.arrival import wait_for_ranks
 from sdp4bit.engines.protocol import Engine
 from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
@@ -54,18 +55,18 @@ class CommHandle(ABC):
     _hint = ""  # last line of `explain()`
 
     def __init__(
-        self, state: ModelState, *, config: SDP4BitConfig, note: str = "", ranks: Sequence[int] = ()
+        self, state: ModelState, *, config: SDP4BitConfig, note: str = "", layouts: AgreedNodes | None = None
     ) -> None:
         """Create the handle of an attached model.
 
         Args:
             note: `explain` prints it below its table.
-            ranks: those that communicate with this one, directly or through others.
+            layouts: those that the ranks have agreed on; None for none yet.
         """
         self.config = config
         self._state = state
         self._note = note
-        self._ranks = ranks
+        self._layouts = layouts
         self._alerts: Alerts | None = None
         self._removed = False
         self._last_stats: tuple[Stats, list[GroupStats]] | None = None
@@ -149,7 +150,8 @@ class CommHandle(ABC):
 
     def _wait_for_ranks(self, call: str) -> None:
         """Wait until all ranks have made a call that sends something or changes the rounding."""
-        wait_for_ranks(self._ranks, call=f"comm.{call}")
+        if self._layouts is not None:
+            wait_for_ranks(self._layouts.connected(), call=f"comm.{call}")
 
     @property
     def is_attached(self) -> bool:
@@ -192,7 +194,8 @@ class CommHandle(ABC):
         state = self._state
         table = render([row_of(group, state.traffic_of(group)) for group in state.groups], full=full)
         hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
-        return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
+        found = self._layouts.found if self._layouts is not None else ""
+        return "\n".join([table, *(wrapped(text) for text in (found, self._note, hint) if text)])
 
     def stats(self) -> Stats:
         """Return the bytes that this rank sent and the error of quantization; cheap, never waits.

@@ -149,10 +149,10 @@ class DDPCommState(CommHandle):
             topology=self._spec,
             failure=failure,
             call="DDPCommState",
-        ).shards
+        )
         check_numbers(buckets=1, ranks=len(ranks))
-        self._ranks = ranks
-        self._topology = create_topologies(list(layouts.values()), purpose="DDP")[ranks]
+        self._layouts = layouts
+        self._topology = create_topologies(list(layouts.shards.values()), purpose="DDP")[ranks]
         self._undo.callback(destroy_topology, self._topology)
         reason = self._unquantized_reason()
         notes = one_node_note([(_NOT_SENT, reason)]), "" if reason else one_hop_note([self._topology.layout])

@@ -279,7 +279,7 @@ def attach(
     if settings.weights is not None:  # every rank holds all weights
         settings = replace(settings, weights=replace(settings.weights, replica="full"))
     state = ModelState(groups, telemetry=settings.telemetry)
-    handle = DeepSpeedCommHandle(state, config=settings, note=note, ranks=layouts.connected())
+    handle = DeepSpeedCommHandle(state, config=settings, note=note, layouts=layouts)
     with handle._attaching() as undo:
         build(groups, layouts=layouts, config=settings, undo=undo)
         zero = ZeRO(handle, engine.optimizer)

@@ -228,7 +228,7 @@ class FSDPCommHandle(CommHandle):
                 )
                 group.make_replica = partial(WeightReplica, sections=sections, values=group.view.value_ranges)
         state = FSDPModelState(groups, roots=roots, telemetry=config.telemetry)
-        super().__init__(state, config=config, note=note, ranks=layouts.connected())
+        super().__init__(state, config=config, note=note, layouts=layouts)
         with self._attaching() as undo:
             build(groups, layouts=layouts, config=config, undo=undo)
             state.decision_group = host_group(purpose="decisions", undo=undo)

@@ -154,7 +154,7 @@ class MegatronCommHandle(CommHandle):
         note = one_node_note(
             [(group.weights_unquantized_reason, group.gradients_unquantized_reason) for group in groups]
         )
-        super().__init__(state, config=config, note=note, ranks=layouts.connected())
+        super().__init__(state, config=config, note=note, layouts=layouts)
         self.topology = topology
         quantized = [group.layout for group in groups if not group.gradients_unquantized_reason]
         for each in filter(None, (note, one_hop_note(quantized))):
