@@ -122,7 +122,7 @@ def _command(
 )
 def _pretrain(config: PretrainConfig) -> int:
     """Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this
-    machine, or uses the processes that torchrun started. --config-file NAME.yaml (or .toml) reads options
+    machine, or uses those that a launcher has started. --config-file NAME.yaml (or .toml) reads options
     from a file; options on the command line override it."""
     if config.dry_run:
         from sdp4bit_lab.plan.dry_run import print_dry_run
@@ -169,7 +169,7 @@ def _demo(config: DemoConfig) -> int:
     with plain FSDP2 and with 4-bit communication, and prints the losses of both and the time of a step at
     three link rates. With root, the nodes are joined by a shaped link; otherwise the times are calculated.
     It takes about 4 minutes on two idle cores. If it is interrupted, the same command continues."""
-    _import_torch()
+    _import_torch(config.comparison().parallel)
     from sdp4bit_lab.compare.demo import demo
 
     return demo(config)
@@ -232,7 +232,7 @@ def _plan(config: PlanConfig) -> int:
 )
 def _probe(config: ProbeConfig) -> int:
     """Measure intra-node and inter-node bandwidth and quantization speed for `sdp4bit plan --probe`. Starts
-    --nproc-per-node processes on this machine, or uses the processes that torchrun started."""
+    --nproc-per-node processes on this machine, or uses those that a launcher has started."""
     return _run_on_ranks("sdp4bit_lab.plan.probe:probe", config, config.parallel, leaves_early=False)
 
 
@@ -279,19 +279,21 @@ def _report(config: ReportConfig) -> int:
 
 
 def _run_on_ranks(program: str, config: object, parallel: RanksConfig, **options: Any) -> int:
-    """Import torch, and call `run_on_ranks`."""
-    _import_torch()
+    """Join the launcher's ranks if there is one, import torch, and call `run_on_ranks`."""
+    _import_torch(parallel)
     from sdp4bit_lab.common.launch.local import run_on_ranks
 
     return run_on_ranks(program, config=config, parallel=parallel, **options)
 
 
-def _import_torch() -> None:
-    """Import torch, which takes seconds, and show that."""
-    # For the ranks, too: without reverse DNS every connection prints a warning. Errors are still printed.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+def _import_torch(parallel: RanksConfig) -> None:
+    """Join the launcher's ranks if there is one, and import torch, which takes seconds and is shown."""
+    from sdp4bit_lab.common.launch.environment import adopt_launcher
     from sdp4bit_lab.common.progress import start_progress
 
+    adopt_launcher(parallel)
+    # For the ranks, too: without reverse DNS every connection prints a warning. Errors are still printed.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_progress("importing torch")
     import torch  # noqa: F401
 

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -231,15 +232,17 @@ def create_topology(spec: str | int | tuple[str | int, int] = "auto") -> Topolog
     """Create the topology of all ranks of the job, and its process groups; collective.
 
     Args:
-        spec: "auto" takes ranks with the same host name as a node. An int is the number of ranks per node. A
-            tuple of one of these and the nodes per block has three levels, for gradients only.
+        spec: "auto" takes ranks with the same host name on the same machine as a node. An int is the number
+            of ranks per node. A tuple of one of these and the nodes per block has three levels, for gradients
+            only.
 
     Raises:
         ValueError: the ranks do not fill the nodes, or the nodes do not fill the blocks.
     """
     nodes, nodes_per_block = split_spec(spec)
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_name())
+    found = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(found, (host_name(), machine_id()))
+    hosts = node_names(*zip(*found, strict=True))
     labels = node_labels(cast("str | int", nodes), hosts=hosts)
     block_of = None if nodes_per_block is None else block_numbers(labels, nodes_per_block=nodes_per_block)
     layout = arrange(range(len(hosts)), labels, block_of=block_of)
@@ -384,5 +387,30 @@ def destroy_topology(topology: Topology) -> None:
 
 
 def host_name() -> str:
-    """Return the name that identifies this node."""
+    """Return the name of this host."""
     return socket.gethostname()
+
+
+def machine_id() -> str:
+    """Return the identity of the running kernel, which containers of one machine share; "" if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def node_names(hosts: Sequence[str], machines: Sequence[str]) -> list[str]:
+    """Return a name of each rank's node: its host name, with the machine if several have this name.
+
+    Args:
+        hosts: host name of each global rank.
+        machines: `machine_id` of each global rank.
+    """
+    machines_of: dict[str, set[str]] = {}
+    for host, machine in zip(hosts, machines, strict=True):
+        machines_of.setdefault(host, set()).add(machine)
+    differ = {host for host, found in machines_of.items() if len(found) > 1 and "" not in found}
+    return [
+        f"{host} (machine {machine[:8]})" if host in differ else host
+        for host, machine in zip(hosts, machines, strict=True)
+    ]

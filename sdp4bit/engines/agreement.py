@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,22 +19,23 @@ from sdp4bit.collectives.topology import (
     arrange,
     block_numbers,
     host_name,
+    machine_id,
     mesh_row,
     node_labels,
+    node_names,
     split_spec,
     unknown_spec,
 )
 from sdp4bit.config import VERSION
-from sdp4bit.log import logger
+from sdp4bit.engines.arrival import wait_for_ranks
+from sdp4bit.launcher import find_launcher
 from sdp4bit.warn import warn_user
 
 Sent = TypeVar("Sent")
 Scope = tuple[Sequence[int], str]
 """The ranks that must agree and the subject: "settings", "shards" or "replicate"."""
 Texts = dict[str, str]  # names and values for error messages
-_SHOWN_DIFFERENCES = 8
-_PATIENCE = 60.0  # seconds until absent ranks are named
-_calls = itertools.count()
+_SHOWN_DIFFERENCES, _SHOWN_NODES = 8, 3
 _WAY_OUT = {
     "settings": "have different settings or versions; make them equal on all ranks",
     "shards": "share a data-parallel group but not its parameter groups; build the same model and skip the "
@@ -68,6 +66,18 @@ class AgreedNodes:
 
     shards: dict[tuple[int, ...], Nodes]  # layouts of ranks that parameter groups are sharded over
     replicate: dict[tuple[int, ...], Nodes]  # layouts of ranks that hold the same shards (HSDP)
+    found: str = ""  # nodes of topology="auto", for a reader
+
+    def connected(self) -> Sequence[int]:
+        """Return this rank and all ranks that share groups with it, directly or through others."""
+        found = {dist.get_rank()}
+        while joining := [
+            ranks
+            for ranks in (*self.shards, *self.replicate)
+            if not found.isdisjoint(ranks) and not found.issuperset(ranks)
+        ]:
+            found.update(*joining)
+        return sorted(found)
 
 
 class Summary(TypedDict):
@@ -77,6 +87,7 @@ class Summary(TypedDict):
     """
 
     host: str
+    machine: str
     ranks_on_node: int | None  # LOCAL_WORLD_SIZE of torchrun
     topology: str | int | tuple[int, ...] | None  # for a mesh the row with this rank; None if there is none
     nodes_per_block: int | None
@@ -107,8 +118,8 @@ def agree(
 ) -> AgreedNodes:
     """Return the node layout of every data-parallel group; collective over the job.
 
-    The ranks gather summaries. They gather the full proposals only to report a mismatch, and the results of
-    `check` only if a rank has one.
+    The ranks wait for each other in the store, before their first collective. They gather summaries. They
+    gather the full proposals only to report a mismatch, and the results of `check` only if a rank has one.
 
     Args:
         settings: values by name that must be equal on all ranks.
@@ -121,6 +132,7 @@ def agree(
         ValueError: the same on every rank: some rank failed, settings or versions differ, or the ranks of a
             group do not fill its nodes evenly.
         TypeError: the same, if all failures are TypeErrors.
+        ExchangeError: some ranks did not call before the timeout of the default group.
     """
     row: str | int | tuple[int, ...] | None = None
     nodes_per_block: int | None = None
@@ -144,6 +156,7 @@ def agree(
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     summary: Summary = {
         "host": host_name(),
+        "machine": machine_id(),
         "ranks_on_node": int(said) if said.isdecimal() else None,
         "topology": row,
         "nodes_per_block": nodes_per_block,
@@ -159,8 +172,8 @@ def agree(
         "names": [rows.name for rows in groups],
     }
     subject = f"the setup in {call}, which all ranks must call, including those without a model"
-    with _absent_ranks_named(call):
-        summaries = _gather(summary, subject)
+    wait_for_ranks(range(dist.get_world_size()), call=f"sdp4bit.{call}")
+    summaries = _gather(summary, subject)
     distinct = {(scope, digest) for each in summaries for scope, digest in each["digests"].items()}
     unequal = [
         scope for scope, digest in distinct for r in scope[0] if summaries[r]["digests"].get(scope) != digest
@@ -180,6 +193,7 @@ def agree(
             failure = caught
             proposal["error"] = _describe(caught)
         _raise_mismatch(_gather(proposal, "layouts"), failure, call=call)
+    _warn_if_alone()
     _warn_of_hosts(summaries)
     return layouts
 
@@ -193,38 +207,6 @@ def _own_part(topology: object, *, has_groups: bool) -> str | int | tuple[int, .
     if row is None and has_groups:
         raise ValueError(f"topology: this rank is not in its (inter, intra) mesh {topology}")
     return row
-
-
-@contextmanager
-def _absent_ranks_named(call: str) -> Iterator[None]:
-    """Log after a minute which ranks have not called; without them this rank waits until the timeout."""
-    c10d: Any = dist.distributed_c10d
-    store, this, ranks = c10d._get_default_store(), dist.get_rank(), range(dist.get_world_size())
-    prefix = f"sdp4bit/{call}/{next(_calls)}"
-    with suppress(RuntimeError):  # the store of torch's fake process group keeps nothing
-        store.set(f"{prefix}/{this}", "called")
-
-    def name_absent() -> None:
-        # A connection of its own: the main thread may hold the other one while it waits.
-        own = store.clone()
-        absent = [rank for rank in ranks if not own.check([f"{prefix}/{rank}"])]
-        if absent and absent[:this] == list(range(this)):  # the first that has called speaks for all
-            logger.warning(
-                "%s: rank %d has waited %.0f s for %s to call it: all ranks must, including those without a "
-                "model",
-                call,
-                this,
-                _PATIENCE,
-                ranks_in_words(absent),
-            )
-
-    timer = threading.Timer(_PATIENCE, name_absent)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _gather(own: Sent, subject: str) -> list[Sent]:
@@ -293,7 +275,7 @@ def _arrange_all(summaries: Sequence[Summary]) -> AgreedNodes:
         first
         if isinstance(first, str | int)
         else [None if isinstance(each["topology"], str | int) else each["topology"] for each in summaries],
-        hosts=[each["host"] for each in summaries],
+        hosts=_node_names(summaries),
     )
     nodes_per_block = summaries[0]["nodes_per_block"]
     block_of = None if nodes_per_block is None else block_numbers(labels, nodes_per_block=nodes_per_block)
@@ -306,12 +288,45 @@ def _arrange_all(summaries: Sequence[Summary]) -> AgreedNodes:
         }
         for wanted in ("shards", "replicate")
     }
-    return AgreedNodes(shards=layouts["shards"], replicate=layouts["replicate"])
+    names = list(dict.fromkeys(_node_names(summaries))) if first == "auto" else []
+    listed = ", ".join(names[:_SHOWN_NODES]) + (", ..." if len(names) > _SHOWN_NODES else "")
+    found = f"{len(names)} node{'s' * (len(names) > 1)} by host name: {listed}" if names else ""
+    return AgreedNodes(shards=layouts["shards"], replicate=layouts["replicate"], found=found)
+
+
+def _node_names(summaries: Sequence[Summary]) -> list[str]:
+    return node_names([each["host"] for each in summaries], [each["machine"] for each in summaries])
+
+
+def _warn_if_alone() -> None:
+    """Warn if a launcher has started more processes than this job of one rank."""
+    found = find_launcher(os.environ) if dist.get_world_size() == 1 else None
+    if found is not None and (found.world_size or 1) > 1:
+        warn_user(
+            f"this job has one rank, but {found} announces {found.world_size}, which train separately: start "
+            "the script with torchrun, or pass rank and world_size to init_process_group"
+        )
 
 
 def _warn_of_hosts(summaries: Sequence[Summary]) -> None:
-    """Warn if the nodes by host names differ from those of torchrun."""
+    """Warn if the nodes by host names differ from the machines, or from the nodes of torchrun."""
     if summaries[0]["topology"] != "auto":
+        return
+    names_on: dict[str, dict[str, list[int]]] = {}
+    for rank, summary in enumerate(summaries):
+        names_on.setdefault(summary["machine"], {}).setdefault(summary["host"], []).append(rank)
+    names_on.pop("", None)
+    together = next((names for names in names_on.values() if len(names) > 1), None)
+    if together is not None:
+        (first, ranks), (second, others), *_ = together.items()
+        number = sum(map(len, together.values()))
+        warn_user(
+            f'topology="auto" counts {len(together)} nodes on one machine, which has several host names '
+            f"({first!r}: {ranks_in_words(ranks)}; {second!r}: {ranks_in_words(others)}), as of containers. "
+            f"If they exchange data inside the machine, pass topology={number}. If they represent nodes, "
+            f"pass topology={len(ranks)}",
+            range(len(summaries)),
+        )
         return
     on_host: dict[str, list[Summary]] = {}
     for summary in summaries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.engines.agreement import AgreedNodes
+from sdp4bit.engines.arrival import wait_for_ranks
 from sdp4bit.engines.protocol import Engine
 from sdp4bit.log import logger
 from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
@@ -55,13 +58,21 @@ class CommHandle(ABC):
     _hint = ""  # last line of `explain()`
     _silence_reasons = "the engine communicates without this handle, or not at all"
 
-    def __init__(self, state: ModelState, *, config: SDP4BitConfig, note: str = "") -> None:
-        """Create the handle of an attached model; `explain` prints the note below its table."""
+    def __init__(
+        self, state: ModelState, *, config: SDP4BitConfig, note: str = "", layouts: AgreedNodes | None = None
+    ) -> None:
+        """Create the handle of an attached model.
+
+        Args:
+            note: `explain` prints it below its table.
+            layouts: those that the ranks have agreed on; None for none yet.
+        """
         self.config = config
         self._state = state
         state.silence_reasons = self._silence_reasons
         self._optimizers = self._watch_optimizers()
         self._note = note
+        self._layouts = layouts
         self._alerts: Alerts | None = None
         self._removed = False
         self._last_stats: tuple[Stats, list[GroupStats]] | None = None
@@ -151,9 +162,20 @@ class CommHandle(ABC):
 
         Raises:
             RuntimeError: FSDP2 holds gradients of HSDP that it has not all-reduced; nothing is changed.
+            ExchangeError: another rank did not call it; nothing is changed. Ranks that handle an error, as in
+                a `finally` block, do not wait for others.
         """
+        if self._removed:
+            return
         self._check_left()
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            self._wait_for_ranks("remove")
         self._undo.close()
+
+    def _wait_for_ranks(self, call: str) -> None:
+        """Wait until all ranks have made a call that sends something or changes the rounding."""
+        if self._layouts is not None:
+            wait_for_ranks(self._layouts.connected(), call=f"comm.{call}")
 
     @property
     def is_attached(self) -> bool:
@@ -198,6 +220,8 @@ class CommHandle(ABC):
         hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
         hint = state.silence or hint
         return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
+        found = self._layouts.found if self._layouts is not None else ""
+        return "\n".join([table, *(wrapped(text) for text in (found, self._note, hint) if text)])
 
     def stats(self) -> Stats:
         """Return the bytes that this rank sent and the error of quantization; cheap, never waits.
@@ -281,6 +305,7 @@ class CommHandle(ABC):
             same on all ranks that share the groups. FSDP2 and DDP.
         """
         self._check_attached()
+        self._wait_for_ranks("measure")
         return self._state.measure()
 
     def time_steps(self, step: Callable[[], object], *, repeats: int = 10) -> StepTimes:
@@ -313,6 +338,7 @@ class CommHandle(ABC):
         self._check_switch()
         if not self._is_quantized:
             raise RuntimeError("time_steps was called inside full_precision(): call it outside")
+        self._wait_for_ranks("time_steps")
         return time_steps(
             step, repeats=repeats, full_precision=self.full_precision, device=self._state.device
         )
@@ -393,6 +419,7 @@ class CommHandle(ABC):
             ReplicaMismatchError: on all ranks of the group, unless the configuration asks for a resync.
         """
         self._check_attached()
+        self._wait_for_ranks("audit")
         return self._audit(self.config.audit or AuditConfig())
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from sdp4bit.collectives.errors import ExchangeError, comm_error_context, is_communication_failure
+from sdp4bit.collectives.topology import host_name
 from sdp4bit_lab.common.failures import as_run_error, is_failure, one_line
 from sdp4bit_lab.common.launch.signals import listen
 from sdp4bit_lab.common.launch.store import join_store
@@ -57,31 +58,27 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
     Raises:
         ExchangeError: a rank did not join before the timeout.
     """
-    alone = "RANK" not in os.environ
-    rank, world_size, local_rank, local_world_size = (
-        (0, 1, 0, 1)
-        if alone
-        else (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    )
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        # Ranks share the cores: oversubscribed threads make steps several times slower. torchrun sets
-        # OMP_NUM_THREADS itself for several ranks; for one rank, it is the user's choice.
-        if local_world_size > 1 or "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    rank, world_size, local_rank, local_world_size = 0, 1, 0, 1
     store: Store = HashStore()
     job: str | None = None
     job_store: Store | None = None
     begin = time.monotonic()
     try:
-        if not alone:
+        if "RANK" in os.environ:
             store, rank, world_size = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
             job_store = PrefixStore(_JOB, store)
             store, job = join_store(store, rank=rank, world_size=world_size, timeout=timeout)
+            local_rank, local_world_size = _local_place(store, rank=rank, world_size=world_size)
+        if torch.cuda.is_available():
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        else:
+            device = torch.device("cpu")
+            # Ranks share the cores: oversubscribed threads make steps several times slower. torchrun sets
+            # OMP_NUM_THREADS itself for several ranks; for one rank, it is the user's choice.
+            if local_world_size > 1 or "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -110,6 +107,15 @@ def join_ranks(*, timeout: timedelta = default_pg_timeout) -> Iterator[Ranks]:
         )
     finally:
         dist.destroy_process_group()
+
+
+def _local_place(store: Store, *, rank: int, world_size: int) -> tuple[int, int]:
+    """Return LOCAL_RANK and LOCAL_WORLD_SIZE, or count the ranks of this host if one is not set."""
+    if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= set(os.environ):
+        return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    store.set(f"host {rank}", host_name())
+    hosts = [store.get(f"host {other}").decode() for other in range(world_size)]
+    return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
 
 
 def listen_on_rank(ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
@@ -28,7 +28,7 @@ from sdp4bit.collectives.errors import comm_error_context, job_timeout
 from sdp4bit_lab.common.failures import free_bytes
 from sdp4bit_lab.common.files import lock_folder
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, gather_over_ranks, run_on_all_ranks
-from sdp4bit_lab.common.settings import SettingError
+from sdp4bit_lab.common.settings import SettingError, require
 from sdp4bit_lab.pretrain.checkpoint_files import (
     CheckpointError,
     CheckpointWriter,
@@ -40,6 +40,7 @@ from sdp4bit_lab.pretrain.checkpoint_files import (
     read_tensors,
 )
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
+from sdp4bit_lab.pretrain.config.schedule import Schedule
 from sdp4bit_lab.pretrain.model.tensor_parallel import local_part
 
 T = TypeVar("T")
@@ -121,6 +122,11 @@ class Checkpointer:
             self._group = dist.new_group(
                 backend="gloo", timeout=job_timeout(), group_desc="sdp4bit checkpoints"
             )
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Learning rate by step, which `load` may have taken from the checkpoint."""
+        return Schedule.of(self._record.settings)
 
     # -- saving ----------------------------------------------------------------------------------------
 
@@ -211,13 +217,20 @@ class Checkpointer:
         """Load the newest intact checkpoint and return its position; a collective.
 
         With the same strategy and layout, training continues bit for bit. Otherwise replicas are refreshed in
-        full precision or random numbers restart, with a warning.
+        full precision or random numbers restart. One warning lists all that changes the numbers.
 
         Raises:
             SettingError: on all ranks: no complete checkpoint, or one of another model.
         """
         path, record, reader = open_checkpoint(folder)
         self._check_matches(path, record)
+        if self._config.use_checkpoint_opt_param_scheduler:
+            saved = Schedule.of(record.settings)
+            require(
+                saved is not None, f"{path} has no schedule: leave --use-checkpoint-opt_param-scheduler out"
+            )
+            settings = {**self._record.settings, **asdict(cast(Schedule, saved))}
+            self._record = replace(self._record, settings=settings)
         tensors = self._loadable(path, lambda: self._templates(reader.tensors))
         communication = self._fitting("communication", self._communication, reader.tensors)
         random = {}
@@ -255,28 +268,45 @@ class Checkpointer:
             raise SettingError(f"{path} is a checkpoint of a different model: {', '.join(different)}")
 
     def _warn_of_differences(self, path: Path, record: RunRecord, *, exact: bool) -> None:
-        here = self._record
+        """Warn once of all that changes the numbers of the continuation."""
+        here, step = self._record, record.progress.step
         messages = []
         if record.dataset != here.dataset:
-            messages.append(f"{path} was trained on different text or with a different tokenizer")
+            messages.append("it was trained on different text or with a different tokenizer")
         if record.seed != here.seed:
             messages.append(
-                f"{path} was trained with seed {record.seed}, this run has {here.seed}: the sample order "
+                f"it was trained with seed {record.seed}, this run has {here.seed}: the sample order "
                 "differs, and some samples may be repeated"
             )
         if record.strategy != here.strategy:
             messages.append(
-                f"{path} was saved with strategy {record.strategy} and continues with {here.strategy}: "
+                f"it was saved with strategy {record.strategy} and continues with {here.strategy}: "
                 "replicas are refreshed in full precision"
             )
         elif not exact:
             messages.append(
-                f"{path} was saved with world size {record.world_size} ({record.layout}) and is loaded with "
+                f"it was saved with world size {record.world_size} ({record.layout}) and is loaded with "
                 f"{here.world_size} ({here.layout}): random numbers restart, so the continuation is not "
                 "bit-exact"
             )
-        for message in messages if self._ranks.is_first else ():
-            warnings.warn(f"sdp4bit: {message}", stacklevel=3)
+        saved, ours = Schedule.of(record.settings), Schedule.of(here.settings)
+        is_expected = self._config.override_opt_param_scheduler
+        changed = [
+            f"--{name.replace('_', '-')} {value} (now {here.settings[name]})"
+            for name, value in record.settings.items()
+            if here.settings.get(name, value) != value
+            and not (is_expected and name in Schedule.__dataclass_fields__)
+        ]
+        if changed:
+            messages.append(f"it was trained with {', '.join(changed)}")
+        if saved is not None and ours is not None and saved != ours and not is_expected:
+            messages.append(
+                f"step {step + 1} has the learning rate {ours.rate(step):.3g}, by the saved schedule "
+                f"{saved.rate(step):.3g} (--use-checkpoint-opt_param-scheduler keeps the saved schedule, "
+                "--override-opt_param-scheduler replaces it without this warning)"
+            )
+        if messages and self._ranks.is_first:
+            warnings.warn(f"sdp4bit: {path} continues differently: {'; '.join(messages)}", stacklevel=3)
 
     def _loadable(self, path: Path, work: Callable[[], T]) -> T:
         """Return the result of `work`; SettingError on all ranks if the checkpoint does not fit."""

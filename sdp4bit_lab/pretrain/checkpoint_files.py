@@ -83,6 +83,8 @@ class RunRecord:
     dataset: str
     """Key of the training data."""
     seed: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings that change the numbers, by the names of their options."""
     layout: str
     """Distribution of model and data over the ranks."""
     job: str | None = None
@@ -103,7 +105,8 @@ class RunRecord:
             raise ValueError(f"{RECORD} cannot be read ({error})") from None
         progress = record.progress
         numbers = (record.world_size, record.vocabulary_size, record.serial, progress.step, progress.samples)
-        if not isinstance(record.shape, dict) or not all(type(n) is int and n >= 0 for n in numbers):
+        are_mappings = isinstance(record.shape, dict) and isinstance(record.settings, dict)
+        if not are_mappings or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError(f"{RECORD} has sizes or steps that are not numbers")
         return record
 

@@ -15,9 +15,10 @@ from sdp4bit.traffic import Traffic
 from sdp4bit_lab.common.ranks import Ranks, sum_over_ranks
 from sdp4bit_lab.pretrain.checkpoint_files import Progress
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.config.schedule import Schedule
 from sdp4bit_lab.pretrain.data.batches import Batches
 from sdp4bit_lab.pretrain.metrics import StepMetrics, ValidationMetrics
-from sdp4bit_lab.pretrain.step.optimizer import learning_rate_at, set_learning_rate
+from sdp4bit_lab.pretrain.step.optimizer import set_learning_rate
 from sdp4bit_lab.pretrain.step.parallelize import ShardedModel
 from sdp4bit_lab.pretrain.step.simulated_model import SimulatedModel
 from sdp4bit_lab.pretrain.step.simulated_step import SimulatedTrainingStep
@@ -43,6 +44,8 @@ class TrainingLoop:
     """Optimizer steps and validations of one run."""
 
     config: PretrainConfig
+    schedule: Schedule
+    """The configured one, or that of the checkpoint."""
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     batches: Batches
@@ -82,13 +85,7 @@ class TrainingLoop:
     def _step(self, stop_code: Callable[[int], int]) -> StepMetrics:
         config = self.config
         start, compiled_before = time.perf_counter(), compile_seconds()
-        learning_rate = learning_rate_at(
-            self.progress.step,
-            config=config.optimizer,
-            peak=config.learning_rate,
-            warmup_steps=config.warmup_steps,
-            steps=config.training.steps,
-        )
+        learning_rate = self.schedule.rate(self.progress.step)
         set_learning_rate(self.optimizer, learning_rate)
         batches = list(self.batches.training(self.progress.samples))
 

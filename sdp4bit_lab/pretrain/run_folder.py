@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from sdp4bit_lab.common.command_line import continuing_command
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.checkpoint import Start
@@ -48,9 +49,13 @@ def _choose(config: PretrainConfig, start: Start) -> Path:
             and path.stat().st_size
             and not checkpoints & _saves(given)
         ):
+            saves, save = next(iter(_saves(given)), None), config.checkpoint.save
+            remedy = "it saved no checkpoints" if saves is None else f"to continue it, give --load {saves}"
+            if saves is not None and save is not None and saves == save.resolve():
+                remedy = f"to continue it: {continuing_command('--auto-resume')}"
             raise SettingError(
-                f"--out {given} has the metrics of an earlier run: give a new folder, delete this one, or "
-                "continue that run with --load"
+                f"--out {given} has the metrics of an earlier run ({remedy}). For a new run, give a new "
+                "folder or delete this one"
             )
         return given
     names = (DEFAULT_OUT if n == 1 else DEFAULT_OUT.with_name(f"{DEFAULT_OUT.name}-{n}") for n in count(1))
@@ -65,8 +70,8 @@ def _choose(config: PretrainConfig, start: Start) -> Path:
 
 def _continued(config: CheckpointConfig, start: Start) -> set[Path]:
     """Return the folders of checkpoints that the run continues, even if they have no checkpoint yet."""
-    save, load, loaded = (path and path.resolve() for path in (config.save, config.load, start.folder))
-    own = save if config.auto_resume or load == save else None
+    save, loaded = (path and path.resolve() for path in (config.save, start.folder))
+    own = save if config.resumes_own else None
     if loaded is not None and loaded.name.startswith("step-"):
         loaded = loaded.parent
     return {folder for folder in (own, loaded) if folder is not None}

@@ -15,6 +15,7 @@ from rich.console import Console
 
 import sdp4bit
 from sdp4bit.traffic import format_bytes
+from sdp4bit_lab.common.command_line import continuing_command
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.launch.signals import keeping_handlers
 from sdp4bit_lab.common.progress import end_progress, phase
@@ -22,7 +23,8 @@ from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, listen_on_rank, r
 from sdp4bit_lab.common.settings import RunError, SettingError, TrainingDivergedError
 from sdp4bit_lab.common.strategies import STRATEGIES
 from sdp4bit_lab.pretrain.checkpoint import Checkpointer, Start, choose_start
-from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, Progress, RunRecord
+from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, Progress, RunRecord, find_checkpoints
+from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, PretrainConfig
 from sdp4bit_lab.pretrain.config.same_settings import check_same_settings
 from sdp4bit_lab.pretrain.config.training import Precision
@@ -189,6 +191,7 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str, start: Start 
             strategy=config.strategy_name,
             dataset=dataset.key,
             seed=config.seed,
+            settings=config.recorded(global_batch_size=batches.global_batch_size),
             layout=model.describe_layout(),
         ),
         ranks=ranks,
@@ -202,7 +205,13 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str, start: Start 
             f"the loaded checkpoint has completed {progress.step} steps: set --train-iters to more"
         )
     loop = TrainingLoop(
-        config=config, model=model, optimizer=optimizer, batches=batches, progress=progress, ranks=ranks
+        config=config,
+        schedule=checkpointer.schedule or config.schedule,
+        model=model,
+        optimizer=optimizer,
+        batches=batches,
+        progress=progress,
+        ranks=ranks,
     )
     return Run(
         config=config,
@@ -326,6 +335,9 @@ def _describe_start(run: Run) -> list[str]:
         return [f"{line}: all steps are done" if is_done else line]
     if folder.auto_resume or folder.load is not None:
         return [f"no checkpoint in {folder.save} yet: starting at step 1"]
+    if folder.save is not None and find_checkpoints(folder.save):
+        command = _continuing_command(folder)
+        return [f"starts at step 1, although {folder.save} has a checkpoint; to continue that run: {command}"]
     return []
 
 
@@ -372,7 +384,13 @@ def _describe_next(run: Run) -> list[str]:
         lines.append(f"checkpoint: {saved}")
     if result.steps and logging.jsonl:
         lines.append(f"next: sdp4bit report {logging.folder}")
+    if result.steps and result.stopped is not None and save is not None:
+        lines.append(f"continue: {_continuing_command(run.config.checkpoint)}")
     return lines
+
+
+def _continuing_command(config: CheckpointConfig) -> str:
+    return continuing_command(*([] if config.resumes_own else ["--auto-resume"]))
 
 
 def write_settings(config: PretrainConfig, *, label: str, ranks: Ranks) -> None:

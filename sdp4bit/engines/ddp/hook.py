@@ -167,9 +167,10 @@ class DDPCommState(CommHandle):
             topology=self._spec,
             failure=failure,
             call="DDPCommState",
-        ).shards
+        )
         check_numbers(buckets=1, ranks=len(ranks))
-        self._topology = create_topologies(list(layouts.values()), purpose="DDP")[ranks]
+        self._layouts = layouts
+        self._topology = create_topologies(list(layouts.shards.values()), purpose="DDP")[ranks]
         self._undo.callback(destroy_topology, self._topology)
         reason = self._unquantized_reason()
         notes = one_node_note([(_NOT_SENT, reason)]), "" if reason else one_hop_note([self._topology.layout])
@@ -403,6 +404,7 @@ class DDPCommState(CommHandle):
             ValueError: the argument is no state of this class; nothing is changed.
         """
         self._check_attached()
+        self._wait_for_ranks("load_state_dict")
         check_state(state_dict, owner="an sdp4bit.DDPCommState", version=FORMAT_VERSION, keys=("steps",))
         self._state.steps, self._state.step_pending = int(state_dict["steps"]), False
 

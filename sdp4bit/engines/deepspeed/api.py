@@ -303,7 +303,8 @@ def attach(
         warn_user(each, groups[0].layout.ranks)
     if settings.weights is not None:  # every rank holds all weights
         settings = replace(settings, weights=replace(settings.weights, replica="full"))
-    handle = DeepSpeedCommHandle(ModelState(groups, telemetry=settings.telemetry), config=settings, note=note)
+    state = ModelState(groups, telemetry=settings.telemetry)
+    handle = DeepSpeedCommHandle(state, config=settings, note=note, layouts=layouts)
     with handle._attaching() as undo:
         build(groups, layouts=layouts, config=settings, undo=undo)
         host = host_group(purpose="decisions", undo=undo)
@@ -355,6 +356,7 @@ class DeepSpeedCommHandle(CommHandle):
 
     def resync(self) -> None:
         self._check_attached()
+        self._wait_for_ranks("resync")
         self._refresh_mismatched(self.groups, config=AuditConfig())
 
     def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
@@ -377,6 +379,7 @@ class DeepSpeedCommHandle(CommHandle):
             ValueError: the argument is no state of this library or not of this model; nothing is changed.
         """
         self._check_attached()
+        self._wait_for_ranks("load_state_dict")
         keys, groups = ("steps", "reductions"), self.groups
         check_state(state_dict, owner="sdp4bit on DeepSpeed", version=FORMAT_VERSION, keys=keys)
         if len(state_dict["reductions"]) != len(groups):

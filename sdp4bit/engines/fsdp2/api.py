@@ -228,7 +228,7 @@ class FSDPCommHandle(CommHandle):
                 )
                 group.make_replica = partial(WeightReplica, sections=sections, values=group.view.value_ranges)
         state = FSDPModelState(groups, roots=roots, telemetry=config.telemetry)
-        super().__init__(state, config=config, note=note)
+        super().__init__(state, config=config, note=note, layouts=layouts)
         with self._attaching() as undo:
             build(groups, layouts=layouts, config=config, undo=undo)
             state.decision_group = host_group(purpose="decisions", undo=undo)
@@ -302,5 +302,6 @@ class FSDPCommHandle(CommHandle):
             ValueError: the argument is no state of this library; nothing is changed.
         """
         self._check_attached()
+        self._wait_for_ranks("load_state_dict")
         if self._state.groups:
             load_state(self._state, state_dict)

@@ -162,7 +162,7 @@ class MegatronCommHandle(CommHandle):
         note = one_node_note(
             [(group.weights_unquantized_reason, group.gradients_unquantized_reason) for group in groups]
         )
-        super().__init__(state, config=config, note=note)
+        super().__init__(state, config=config, note=note, layouts=layouts)
         self.topology = topology
         quantized = [group.layout for group in groups if not group.gradients_unquantized_reason]
         for each in filter(None, (note, one_hop_note(quantized))):
@@ -203,6 +203,10 @@ class MegatronCommHandle(CommHandle):
     def resync(self) -> None:
         """Refresh the replicas in full precision; call it on all ranks."""
         self._check_attached()
+        self._wait_for_ranks("resync")
+        self._refresh_all()
+
+    def _refresh_all(self) -> None:
         self._engine.finish_pending()
         for group in self._state.groups:
             if group.replica is not None:
@@ -236,6 +240,7 @@ class MegatronCommHandle(CommHandle):
             ValueError: the argument is no state of this library; nothing is changed.
         """
         self._check_attached()
+        self._wait_for_ranks("load_state_dict")
         counters = checked(state_dict)
         for patch in self._engine.optimizer_patches:
             patch.steps = counters["steps"]
@@ -244,7 +249,7 @@ class MegatronCommHandle(CommHandle):
     def _send_main_weights(self) -> None:
         """Let Megatron-Core start from the main weights after the removal."""
         if dist.is_initialized():
-            self.resync()
+            self._refresh_all()
 
 
 def _choose(group: BucketState, copies: TensorParallelCopies, *, config: SDP4BitConfig) -> None:

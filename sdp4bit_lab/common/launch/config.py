@@ -13,7 +13,7 @@ class RanksConfig:
     """Processes and nodes."""
 
     nproc_per_node: int | None = None
-    """Processes to start on this machine; not used under torchrun. Default: one per GPU, or 1."""
+    """Processes to start on this machine; not used under a launcher. Default: one per GPU, or 1."""
     ranks_per_node: int | None = None
     """Consecutive ranks that count as one node. Default: detected by host name."""
     distributed_timeout_minutes: float = 10.0

@@ -25,6 +25,10 @@ class CheckpointConfig:
     and is empty, the run starts from step 1."""
     auto_resume: bool = False
     """Resume from --save if it has a checkpoint, else from --load, so that one command starts and resumes."""
+    override_opt_param_scheduler: bool = False
+    """Resume with the learning-rate schedule of these options, without a warning if another one was saved."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """Resume with the learning-rate schedule of the checkpoint instead of these options."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "save_interval", "keep_last")
@@ -36,6 +40,18 @@ class CheckpointConfig:
             self.save is not None or not self.auto_resume,
             "--auto-resume has no effect without --save, the folder that it resumes from",
         )
+        require(
+            not (self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler),
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler conflict: give only one",
+        )
+
+    @property
+    def resumes_own(self) -> bool:
+        """Whether a run with these settings continues its own checkpoints."""
+        is_same = (
+            self.load is not None and self.save is not None and self.load.resolve() == self.save.resolve()
+        )
+        return self.auto_resume or is_same
 
     def check_load(self) -> None:
         """Raise SettingError if there is nothing at --load, before anything else takes time."""

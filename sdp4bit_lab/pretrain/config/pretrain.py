@@ -8,19 +8,25 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from sdp4bit.config import SDP4BitConfig, TelemetryConfig
-from sdp4bit_lab.common.settings import SettingError, option, require, require_at_least, require_positive
+from sdp4bit_lab.common.settings import (
+    SettingError,
+    option,
+    option_flags,
+    require,
+    require_at_least,
+    require_positive,
+)
 from sdp4bit_lab.common.strategies import Strategy
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig, ReliabilityConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
+from sdp4bit_lab.pretrain.config.schedule import DecayStyle, Schedule
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.model.cards import MODEL_CARDS, VOCABULARY_MULTIPLE, CardName, ModelCard, ModelShape
-
-DecayStyle = Literal["cosine", "linear", "constant"]
 
 DEFAULT_OUT = Path("runs/pretrain")
 LOWEST_SHARE = 0.1
@@ -234,6 +240,39 @@ class PretrainConfig:
             return steps
         share = WARMUP_SHARE if optimizer.warmup_fraction is None else optimizer.warmup_fraction
         return math.ceil(share * (optimizer.decay_steps or self.training.steps))
+
+    @property
+    def schedule(self) -> Schedule:
+        """Learning rate by step."""
+        optimizer, peak = self.optimizer, self.learning_rate
+        return Schedule(
+            lr=peak,
+            min_lr=peak * LOWEST_SHARE if optimizer.min_lr is None else optimizer.min_lr,
+            lr_warmup_iters=self.warmup_steps,
+            lr_decay_iters=optimizer.decay_steps or self.training.steps,
+            lr_decay_style=optimizer.decay_style,
+        )
+
+    def recorded(self, *, global_batch_size: int) -> dict[str, Any]:
+        """Return the settings that change the numbers of a run, by the names of their options."""
+        optimizer, training = self.optimizer, self.training
+        values: dict[str, Any] = {
+            **asdict(self.schedule),
+            "adam_beta1": optimizer.beta1,
+            "adam_beta2": optimizer.beta2,
+            "adam_eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+            "clip_grad": optimizer.clip_grad,
+            "global_batch_size": global_batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "seq_length": self.sequence_length,
+            "dropout": self.model.dropout,
+            "param_dtype": training.param_dtype,
+            "compute_dtype": training.compute_dtype,
+        }
+        details = replace(self.communication, pipeline_chunks=None)  # slicing changes no value
+        flags = option_flags(type(details))
+        return values | {flags[name][0].removeprefix("--"): getattr(details, name) for name in flags}
 
     @property
     def sequence_length(self) -> int:

@@ -1,8 +1,7 @@
-"""AdamW with Megatron's weight-decay groups, and the learning-rate schedule."""
+"""AdamW with Megatron's weight-decay groups, and its learning rate."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sdp4bit_lab.pretrain.config.pretrain import LOWEST_SHARE, OptimizerConfig
+from sdp4bit_lab.pretrain.config.pretrain import OptimizerConfig
 
 
 def build_optimizer(
@@ -32,24 +31,6 @@ def build_optimizer(
         eps=config.eps,
         fused=True,
     )
-
-
-def learning_rate_at(
-    step: int, *, config: OptimizerConfig, peak: float, warmup_steps: int, steps: int
-) -> float:
-    """Return the learning rate of a step, counted from 0.
-
-    Linear warm-up to the peak, cosine or linear decay to the minimum at the last decay step, then constant.
-    """
-    decay_steps = config.decay_steps or steps
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if config.decay_style == "constant":
-        return peak
-    lowest = peak * LOWEST_SHARE if config.min_lr is None else config.min_lr
-    progress = min(1.0, (step + 1 - warmup_steps) / max(1, decay_steps - warmup_steps))
-    left = 1 - progress if config.decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return lowest + (peak - lowest) * left
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

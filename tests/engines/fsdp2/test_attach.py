@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, quantize_communication
-from sdp4bit.engines import agreement
+from sdp4bit.engines import agreement, arrival
 from sdp4bit.quantization import random
 from tests import toy
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import first_rank_warns, on_ranks, run_ranks
 
 LIMIT = 120.0
 ALERTS = SDP4BitConfig(gradients=toy.QUANTIZED.gradients, alerts=AlertConfig())
@@ -93,11 +95,24 @@ def test_ranks_without_roots_take_part_in_agreeing_only() -> None:
 # -- host names ---------------------------------------------------------------------------------------
 
 
-def warnings_of_hosts(hosts: str, ranks_per_node: str, **options: Any) -> list[str]:
+@contextmanager
+def hosts(names: str, machines: str) -> Iterator[None]:
+    """Give each rank the host name and the machine of its letter."""
+    rank = dist.get_rank()
+    with mock.patch.multiple(
+        agreement, host_name=lambda: names[rank], machine_id=lambda: machines[rank].strip()
+    ):
+        yield
+
+
+def warnings_of_hosts(names: str, ranks_per_node: str, **options: Any) -> list[str]:
     """Attach with these host names, a letter for each rank, under what torchrun says; return warnings."""
     rank = dist.get_rank()
-    host = mock.patch("sdp4bit.engines.agreement.host_name", return_value=hosts[rank])
-    with host, pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+    with (
+        hosts(names, names),
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         patch.setenv("LOCAL_WORLD_SIZE", ranks_per_node)
         if not ranks_per_node:
@@ -121,6 +136,43 @@ def test_host_names_that_torchrun_contradicts_are_warned_of() -> None:
     for fitting_or_odd in (("aabb", "2"), ("aaaa", "4"), ("aaaa", ""), ("aaaa", "two"), ("aaaa", "-2")):
         assert warnings_of_hosts(*fitting_or_odd) == []
     assert warnings_of_hosts("aaaa", "2", topology=2) == []
+
+
+@on_ranks(4, timeout=LIMIT)
+def test_nodes_are_found_by_host_name_and_machine() -> None:
+    """Machines of one name are nodes; names of one machine are too, with a warning."""
+    with hosts("aaaa", "1122"):
+        comm = quantize_communication(toy.build())
+    assert comm.groups[0].layout.describe() == "2 x 2"
+    assert "2 nodes by host name: a (machine 1), a (machine 2)" in " ".join(comm.explain().split())
+    comm.remove()
+    together = (
+        r"2 nodes on one machine, .* \('a': ranks 0, 1; 'b': ranks 2, 3\).* topology=4\. .* topology=2$"
+    )
+    with hosts("aabb", "1111"), first_rank_warns(together):
+        comm = quantize_communication(toy.build())
+    assert comm.groups[0].layout.describe() == "2 x 2"
+    comm.remove()
+    for names, machines in (("aabb", "1122"), ("aabb", "    ")):
+        with hosts(names, machines), first_rank_warns("on one machine", firsts=()):
+            quantize_communication(toy.build()).remove()
+    with hosts("aabb", "1111"), first_rank_warns("on one machine", firsts=()):
+        quantize_communication(toy.build(), topology=2).remove()
+
+
+@on_ranks(1)
+def test_a_job_of_one_rank_among_the_processes_of_a_launcher_is_warned_of() -> None:
+    model = toy.build()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_STEP_NUM_TASKS", "16")
+        patch.setenv("SLURM_PROCID", "3")
+        with pytest.warns(
+            UserWarning, match=r"one rank, but Slurm's srun \(SLURM_STEP_NUM_TASKS=16, .* announces 16"
+        ):
+            quantize_communication(model).remove()
+        patch.setenv("SLURM_STEP_NUM_TASKS", "1")
+        with first_rank_warns("announces", firsts=()):
+            quantize_communication(model).remove()
 
 
 # -- very many groups ---------------------------------------------------------------------------------
@@ -208,7 +260,7 @@ def test_ranks_that_have_not_called_are_named_by_the_first_that_has() -> None:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sdp4bit").addHandler(handler)
     model = toy.build()
-    with mock.patch.object(agreement, "_PATIENCE", 1.0):
+    with mock.patch.object(arrival, "_PATIENCE", 1.0):
         if dist.get_rank() == 1:
             time.sleep(2)
         quantize_communication(model, topology=1).remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sdp4bit_lab.common.command_line import continuing_command
 from sdp4bit_lab.common.ranks import Ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.checkpoint import Start, choose_start
@@ -71,8 +73,12 @@ def test_a_new_run_refuses_a_folder_with_the_metrics_of_another(tmp_path: Path) 
     assert chosen(died) == died
     assert chosen(tmp_path / "run", job_store=store) == tmp_path / "run"
     run = write(tmp_path / "run", save=save)
-    with pytest.raises(SettingError, match=r"has the metrics of an earlier run: give a new folder"):
+    with pytest.raises(SettingError, match=r"run \(to continue it, give --load \S+saved\)\. For a new"):
         chosen(run)
+    with pytest.raises(SettingError, match=r"to continue it: the same command with --auto-resume"):
+        chosen(run, save=save)
+    with pytest.raises(SettingError, match=r"it saved no checkpoints"):
+        chosen(write(tmp_path / "unsaved"), save=save)
     with pytest.raises(SettingError, match="earlier run"):
         chosen(run, save=tmp_path / "other", auto_resume=True)
     # The same command starts again before its first checkpoint, or torchrun restarts its processes.
@@ -80,3 +86,18 @@ def test_a_new_run_refuses_a_folder_with_the_metrics_of_another(tmp_path: Path) 
     with one_rank():
         save_step(save, 4)
         assert chosen(run, load=save) == run
+
+
+def test_the_command_that_continues_is_the_one_that_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    options = ["pretrain", "--save", "a folder"]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/sdp4bit", *options])
+    assert continuing_command("--auto-resume") == "sdp4bit pretrain --save 'a folder' --auto-resume"
+    monkeypatch.setattr(sys, "argv", ["/lib/sdp4bit_lab/__main__.py", *options])
+    assert continuing_command() == "python -m sdp4bit_lab pretrain --save 'a folder'"
+    # The command of a launcher is unknown, and another program's is not ours.
+    monkeypatch.setenv("RANK", "0")
+    assert continuing_command("--auto-resume") == "the same command with --auto-resume"
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert continuing_command() == "the same command"

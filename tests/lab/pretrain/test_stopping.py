@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from dataclasses import replace
@@ -106,10 +107,20 @@ def test_a_signal_to_the_command_saves_and_leaves(text, tmp_path):
         wait_for_lines(process, out)
         process.send_signal(signal.SIGUSR1)
 
-    code, output = outcome_of([*PRETRAIN, *options(text, out, "--save", str(saved))], strike)
+    command = [*PRETRAIN, *options(text, out, "--save", str(saved))]
+    code, output = outcome_of(command, strike)
     assert code == 0 and "because of SIGUSR1; saved in" in output, output
     last = max(step for event, step in losses(out) if event == "train")
     assert max(names(saved)) == f"step-{last:08d}"
+    # The last line continues the run, and the same command prints it again.
+    continuing = f"continue: python -m sdp4bit_lab {shlex.join([*command[3:], '--auto-resume'])}"
+    assert output.splitlines()[-1].endswith(continuing)
+    code, output = outcome_of(command)
+    assert (
+        code == 2 and f"has the metrics of an earlier run (to {continuing.replace(':', ' it:', 1)})" in output
+    )
+    code, output = outcome_of([*command, "--auto-resume", "--exit-interval", "1"])
+    assert code == 0 and f"resumed from step {last} of {saved}" in output, output
 
 
 def written_lines(tmp_path: Path, config: LoggingConfig, *, width: int | None = None) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 import sdp4bit
 from sdp4bit_lab.cli import COMMANDS, main
 from sdp4bit_lab.common.options import docstrings, section_type, sections
-from sdp4bit_lab.common.phases import end_phases
+from sdp4bit_lab.common.progress import end_progress
 from sdp4bit_lab.common.settings import option_flags
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.config.reference_flags import WITHOUT_EFFECT
@@ -99,7 +99,7 @@ def test_defaults_are_readable(capsys):
     ],
 )
 def test_a_wrong_option_is_one_line(capsys, arguments, message):
-    end_phases()  # of an earlier test in this process
+    end_progress()  # of an earlier test in this process
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"sdp4bit: error: {message}")

@@ -10,7 +10,7 @@ import pytest
 
 from sdp4bit import PRESETS, SDP4BitConfig
 from sdp4bit_lab.cli import main
-from sdp4bit_lab.common.phases import end_phases
+from sdp4bit_lab.common.progress import end_progress
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.common.strategies import STRATEGIES, Strategy
 from sdp4bit_lab.compare.config import CompareConfig, DemoConfig
@@ -140,7 +140,7 @@ def test_demo_is_two_nodes_of_two_ranks():
     ],
 )
 def test_a_wrong_setting_on_the_command_line_is_one_line_and_exit_code_2(arguments, message, capsys):
-    end_phases()  # of an earlier test in this process
+    end_progress()  # of an earlier test in this process
     assert main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("sdp4bit: error: ") and message in error and error.count("\n") == 1

@@ -11,14 +11,13 @@ from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, OptimizerConfig, P
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 from sdp4bit_lab.pretrain.model.cards import MODEL_CARDS, ModelShape
 from sdp4bit_lab.pretrain.model.gpt import GPT
-from sdp4bit_lab.pretrain.step.optimizer import build_optimizer, learning_rate_at, set_learning_rate
+from sdp4bit_lab.pretrain.step.optimizer import build_optimizer, set_learning_rate
 
 
 def rates(steps: int, **options) -> list[float]:
     optimizer = OptimizerConfig(learning_rate=1.0, **options)
     run = PretrainConfig(training=TrainingConfig(steps=steps), optimizer=optimizer)
-    schedule = {"config": run.optimizer, "peak": 1.0, "warmup_steps": run.warmup_steps, "steps": steps}
-    return [learning_rate_at(step, **schedule) for step in range(steps)]
+    return [run.schedule.rate(step) for step in range(steps)]
 
 
 def test_biases_and_norms_do_not_decay_but_embeddings_do():
