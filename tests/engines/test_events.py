@@ -196,7 +196,7 @@ class MegatronCore(Engine):
 
         super().__init__(folder)
         config = config and runs.IDENTITY
-        self.runs, self.config, self.run = runs, config, runs.MegatronRun(config, topology=1, overlap=True)
+        self.runs, self.config, self.run = runs, config, runs.MegatronRun(config, topology=1)
         self.comm, self.losses = self.run.comm, self.run.losses
 
     def train(self) -> None:

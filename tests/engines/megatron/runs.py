@@ -280,10 +280,11 @@ class MegatronRun:
         for chunk in hooked:
             chunk.disable_forward_pre_hook()
         self.eval_data = toy.batches(seed=1, rank=self.state.get_data_parallel_rank(), size=BATCH)
-        loss = self._schedule(self.eval_data, forward_only=True)
-        for chunk in hooked:
-            chunk.enable_forward_pre_hook()
-        return loss
+        try:
+            return self._schedule(self.eval_data, forward_only=True)
+        finally:
+            for chunk in hooked:
+                chunk.enable_forward_pre_hook()
 
     def finish(self) -> toy.Result:
         """Return all losses, that of an evaluation, and norms of the gradients; replicas are identical."""
