@@ -78,13 +78,25 @@ class Command:
             self._print_help(settings, prog=prog, shown=() if "--help-all" in options else self.shown)
             raise SystemExit(0)
         if "yaml" in self.packages:
-            from sdp4bit_lab.common.config_file import expand_config_file
-
-            options = expand_config_file(options)
+            options = self._with_config_file(settings, options)
         if self.takes_reference_flags:
             return self._parse_with_reference_flags(settings, options, prog=prog)
         parse = parse_with_tyro if "tyro" in self.packages else parse_without_tyro
         return parse(settings, options, prog=prog)
+
+    def _with_config_file(self, settings: type, options: Sequence[str]) -> Sequence[str]:
+        from sdp4bit_lab.common.config_file import expand_config_file
+        from sdp4bit_lab.common.options import opposite_flags, primary_flags
+
+        names, switches = primary_flags(settings), opposite_flags(settings)
+        if self.takes_reference_flags:
+            from sdp4bit_lab.pretrain.config.reference_flags import reference_flags
+
+            for flag, is_switch in reference_flags().items():
+                names[flag] = flag
+                if is_switch:
+                    switches[flag] = ""
+        return expand_config_file(options, names=names, switches=switches)
 
     def _print_help(self, settings: type, *, prog: str, shown: Sequence[str]) -> None:
         from sdp4bit_lab.common.options import format_help
@@ -99,12 +111,12 @@ class Command:
         print(text, end="", flush=True)
 
     def _parse_with_reference_flags(self, settings: type, options: Sequence[str], *, prog: str) -> Any:
-        from sdp4bit_lab.common.options import check_known, known_flags, parse_with_tyro
+        from sdp4bit_lab.common.options import check_known, parse_with_tyro, primary_flags
         from sdp4bit_lab.pretrain.config.reference_flags import size_problems, translate
 
-        translation = translate(options, known=known_flags(settings))
+        translation = translate(options, known=primary_flags(settings))
         check_known(settings, translation.options, prog=prog, problems=translation.problems)
-        parsed = parse_with_tyro(settings, translation.options, prog=prog)
+        parsed: Any = parse_with_tyro(settings, translation.options, prog=prog)
         shape = parsed.model.shape(vocabulary=1, sequence_length=1)
         if problems := size_problems(translation.sizes, shape):
             raise SettingError("; ".join(problems))

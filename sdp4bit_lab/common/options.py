@@ -211,16 +211,22 @@ def _wrong_value(message: str, option: Option, arguments: Sequence[str], typed: 
     return message
 
 
-def known_flags(settings: type) -> list[str]:
-    """Return all flags of a settings class, those that turn a switch off included."""
-    options = list(options_of(settings))
-    off = [f"--no-{flag[2:]}" for each in options if not each.value for flag in each.flags]
-    return [flag for each in options for flag in each.flags] + off
+def primary_flags(settings: type) -> dict[str, str]:
+    """Map all flags, those that turn a switch off included, to the primary flag of their option."""
+    primary = {flag: each.flags[0] for each in options_of(settings) for flag in each.flags}
+    return primary | {off: primary[on] for on, off in opposite_flags(settings).items() if on in primary}
+
+
+def opposite_flags(settings: type) -> dict[str, str]:
+    """Map the flags of every switch, on and off, to the flag with the opposite meaning."""
+    switches = [flag for each in options_of(settings) if not each.value for flag in each.flags]
+    off = {flag: f"--no-{flag[2:]}" for flag in switches}
+    return off | {opposite: flag for flag, opposite in off.items()}
 
 
 def check_known(settings: type, arguments: Sequence[str], *, prog: str, problems: Sequence[str] = ()) -> None:
     """Raise SettingError that names all unknown options, and the problems found before."""
-    known = known_flags(settings)
+    known = primary_flags(settings)
     given = dict.fromkeys(argument.partition("=")[0].replace("_", "-") for argument in arguments)
     unknown = []
     for flag in given:

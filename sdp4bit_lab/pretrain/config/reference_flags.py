@@ -283,6 +283,11 @@ def size_problems(sizes: Mapping[str, str], shape: ModelShape) -> list[str]:
     ]
 
 
+def reference_flags() -> dict[str, bool]:
+    """Map the flags to whether they are switches."""
+    return {name: not flag.values and flag.outcome != "refused" for name, flag in _FLAGS.items()}
+
+
 def described_flags() -> Iterator[tuple[str, str, str]]:
     """Yield flags with their values, the outcome, and the reason or the option."""
     for outcome, table in _OUTCOMES.items():

@@ -230,9 +230,25 @@ def test_a_file_holds_options_and_the_command_line_wins(name, text, tmp_path):
 def test_a_wrong_file_is_named_with_its_key(tmp_path, capsys):
     for name, text, message in (
         ("a.yaml", "a: [", "a.yaml cannot be read"),
-        ("a.yaml", "- 1", "must contain a mapping of options, not list"),
+        ("a.yaml", "- 1", "must contain a mapping of options, not a sequence"),
         ("a.toml", "a = ", "a.toml cannot be read"),
-        ("a.yaml", "lr: 1\nmodel:\n  lr: 2", "lr is given more than once"),
+        ("a.yaml", "lr: 1\nmodel:\n  lr: 2", "a.yaml, line 3: lr is given more than once"),
+        ("a.yaml", "lr: 1\nlr: 2", "a.yaml, line 2: lr is given more than once"),
+        ("a.yaml", "lr: 1\nlearning_rate: 2", "line 2: learning_rate is given more than once (as lr)"),
+        (
+            "a.toml",
+            "compile = true\n[x]\nno-compile = true",
+            "no-compile is given more than once (as compile)",
+        ),
+        ("a.toml", "lr = 1\nlr = 2", "a.toml cannot be read"),
+        ("a.yaml", "compile: yes", "line 1: compile must be true or false, not yes"),
+        ("a.yaml", "bf16: 'true'", "line 1: bf16 must be true or false, not true"),
+        ("a.yaml", "lr: [[1]]", "line 1: lr: a list must contain values, not lists"),
+        ("a.yaml", "data-path: [a, --seed]", "line 1: data-path contains the option --seed"),
+        ("a.yaml", "a: &a {b: *a}", "a section is repeated by an alias"),
+        ("a.yaml", "? [a]\n: 1", "line 1: a name is expected, not a sequence"),
+        ("a.yaml", "[" * 5000, "a.yaml cannot be read"),
+        ("a.yaml", "lrr:", "has no option --lrr"),
         ("a.json", "{}", "must end in .yaml, .yml or .toml"),
     ):
         (tmp_path / name).write_text(text)
