@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sdp4bit_lab.common.options import url_problem
 from sdp4bit_lab.common.settings import SettingError, require
 
 if sys.version_info >= (3, 11):
@@ -58,6 +59,7 @@ def expand_config_file(
         if name.replace("_", "-") == OPTION:
             path = path if equals else next(remaining, "")
             require(bool(path), f"{OPTION} needs a file")
+            require(not (problem := url_problem(path)), problem)
             loaded += _options(_read(Path(path)), names=names, switches=switches)
         else:
             rest.append(argument)

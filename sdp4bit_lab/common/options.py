@@ -235,7 +235,16 @@ def check_known(settings: type, arguments: Sequence[str], *, prog: str, problems
             unknown.append(f"{flag} (did you mean {near[0]}?)" if near else flag)
     if unknown:
         problems = [*problems, f"{prog} has no option {', '.join(unknown)}: see --help-all"]
+    problems = [*problems, *filter(None, map(url_problem, arguments))]
     require(not problems, "; ".join(problems))
+
+
+def url_problem(argument: str) -> str:
+    """Describe an argument that is a URL, which `Path` would turn into a local folder; "" for others."""
+    value = argument.partition("=")[2] if argument.startswith("--") else argument
+    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
+        return ""
+    return f"{argument} is a URL: mount or copy it, and give a local path"
 
 
 def parse_without_tyro(settings: type[T], arguments: Sequence[str], *, prog: str) -> T:
