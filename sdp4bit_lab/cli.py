@@ -47,7 +47,7 @@ class Command:
     shown: Sequence[str] = ()
     """Fields that `--help` lists; () for all. `--help-all` always lists all."""
     takes_reference_flags: bool = False
-    """Whether to accept flags of the reference implementation that have no effect here."""
+    """Whether to accept flags of the reference implementation."""
     summary: str
     """Line in the list of commands."""
     run: Callable[[Any], int]
@@ -65,7 +65,7 @@ class Command:
         Raises:
             SettingError: conflicting options, or a missing package.
         """
-        from sdp4bit_lab.common.options import format_help, parse_with_tyro, parse_without_tyro
+        from sdp4bit_lab.common.options import parse_with_tyro, parse_without_tyro
 
         missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
@@ -74,24 +74,54 @@ class Command:
             )
         settings, prog = pkgutil.resolve_name(self.settings), f"sdp4bit {self.name}"
         if {"--help", "-h", "--help-all"} & set(options):
-            shown = () if "--help-all" in options else self.shown
-            print(format_help(settings, prog=prog, description=self.description, shown=shown), end="")
-            sys.stdout.flush()
+            self._print_help(settings, prog=prog, shown=() if "--help-all" in options else self.shown)
             raise SystemExit(0)
         if "yaml" in self.packages:
-            from sdp4bit_lab.common.config_file import expand_config_file
-
-            options = expand_config_file(options)
+            options = self._with_config_file(settings, options)
         if self.takes_reference_flags:
-            from sdp4bit_lab.pretrain.config.reference_flags import drop_reference_flags
+            return self._parse_with_reference_flags(settings, options, prog=prog)
+        parse = parse_with_tyro if "tyro" in self.packages else parse_without_tyro
+        return parse(settings, options, prog=prog)
 
-            options, notes = drop_reference_flags(options)
-            if os.environ.get("RANK", "0") == "0":
-                for note in notes:
-                    print(f"sdp4bit: {note}", file=sys.stderr)
-        if "tyro" not in self.packages:
-            return parse_without_tyro(settings, options, prog=prog)
-        return parse_with_tyro(settings, options, prog=prog)
+    def _with_config_file(self, settings: type, options: Sequence[str]) -> Sequence[str]:
+        from sdp4bit_lab.common.config_file import expand_config_file
+        from sdp4bit_lab.common.options import opposite_flags, primary_flags
+
+        names, switches = primary_flags(settings), opposite_flags(settings)
+        if self.takes_reference_flags:
+            from sdp4bit_lab.pretrain.config.reference_flags import reference_flags
+
+            for flag, is_switch in reference_flags().items():
+                names[flag] = flag
+                if is_switch:
+                    switches[flag] = ""
+        return expand_config_file(options, names=names, switches=switches)
+
+    def _print_help(self, settings: type, *, prog: str, shown: Sequence[str]) -> None:
+        from sdp4bit_lab.common.options import format_help
+
+        others = []
+        if self.takes_reference_flags:
+            from sdp4bit_lab.pretrain.config.reference_flags import described_flags
+
+            others = [f"{outcome}: {flags}. {reason}" for flags, outcome, reason in described_flags()]
+            others.insert(0, "Flags of Megatron-LM and of the reference implementation:")
+        text = format_help(settings, prog=prog, description=self.description, shown=shown, others=others)
+        print(text, end="", flush=True)
+
+    def _parse_with_reference_flags(self, settings: type, options: Sequence[str], *, prog: str) -> Any:
+        from sdp4bit_lab.common.options import check_known, parse_with_tyro, primary_flags
+        from sdp4bit_lab.pretrain.config.reference_flags import size_problems, translate
+
+        translation = translate(options, known=primary_flags(settings))
+        check_known(settings, translation.options, prog=prog, problems=translation.problems)
+        parsed: Any = parse_with_tyro(settings, translation.options, prog=prog)
+        shape = parsed.model.shape(vocabulary=1, sequence_length=1)
+        if problems := size_problems(translation.sizes, shape):
+            raise SettingError("; ".join(problems))
+        if translation.note and os.environ.get("RANK", "0") == "0":
+            print(f"sdp4bit: {translation.note}", file=sys.stderr)
+        return parsed
 
 
 COMMANDS: dict[str, Command] = {}

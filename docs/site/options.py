@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from sdp4bit_lab.cli import COMMANDS, Command  # noqa: E402
 from sdp4bit_lab.common.options import Option, options_of  # noqa: E402
 from sdp4bit_lab.plan.model import PlanModelConfig, gpt_groups  # noqa: E402
+from sdp4bit_lab.pretrain.config.reference_flags import described_flags  # noqa: E402
 from sdp4bit_lab.pretrain.model.cards import (  # noqa: E402
     GPT2_VOCABULARY,
     MODEL_CARDS,
@@ -43,7 +44,23 @@ def page() -> str:
     """Return the page."""
     seen: dict[str, str] = {}
     parts = [part for command in COMMANDS.values() for part in _parts(command, seen)]
-    return HEAD + "".join(f"\n{part}\n" for part in [*parts, *_presets()])
+    return HEAD + "".join(f"\n{part}\n" for part in [*parts, *_reference_flags(), *_presets()])
+
+
+def _reference_flags() -> Iterator[str]:
+    """Yield heading, text and table of the flags of the reference implementation."""
+    yield "## Flags of Megatron-LM and of the reference implementation"
+    yield (
+        "`pretrain` and `compare` accept these flags, so that the reference's scripts run. One line names\n"
+        "those without effect. `--use-distributed-optimizer`, which all its scripts pass, without\n"
+        "`--quantized-weights` and `--quantized-gradients` selects `--strategy baseline`."
+    )
+    rows = ["| flags | outcome | reason |\n|---|---|---|"]
+    for flags, outcome, reason in described_flags():
+        cells = re.sub(r" (?=--)", "<br>", " ".join(flags.split())).split("<br>")
+        names = "<br>".join(f"`{cell}`".replace("|", chr(92) + "|") for cell in cells)
+        rows.append(f"| {names} | {outcome} | {_marked(reason)} |")
+    yield "\n".join(rows)
 
 
 def _presets() -> Iterator[str]:

@@ -11,7 +11,7 @@
 # result with
 #
 #   DATA=FOLDER/pile_text_document VOCAB=FOLDER/vocab.json MERGES=FOLDER/merges.txt \
-#       examples/paper/accuracy_125M.sh
+#       examples/paper/run.sh accuracy 125M
 set -euo pipefail
 
 FOLDER=$1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
 import re
 import socket
@@ -47,7 +48,12 @@ def note(text: str) -> None:
 
 
 def shorten_warnings() -> None:
-    """Print warnings in one line, our own without their place in the code."""
+    """Print warnings in one line, our own without their place in the code.
+
+    Standard output then escapes characters that its encoding lacks, as standard error always does.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
     def one_line(message: object, category: type, filename: str, lineno: int, line: object = None) -> str:
         text = " ".join(str(message).split())

@@ -19,6 +19,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from sdp4bit_lab.common.settings import SettingError, option_flags, require
 
 T = TypeVar("T")
+_NEAR = 0.8
+"""Similarity from which a known option is suggested, as in difflib; --wandb-project is not near --no-json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +112,14 @@ def docstrings(settings: type) -> dict[str, str]:
     return texts
 
 
-def format_help(settings: type, *, prog: str, description: str, shown: Sequence[str] = ()) -> str:
-    """Format the help: all options, or only the fields `shown`, each with its first sentence."""
+def format_help(
+    settings: type, *, prog: str, description: str, shown: Sequence[str] = (), others: Sequence[str] = ()
+) -> str:
+    """Format the help: all options, or only the fields `shown`, each with its first sentence.
+
+    Args:
+        others: paragraphs about further options, which follow all options.
+    """
     parser = argparse.ArgumentParser(
         prog=prog, usage="%(prog)s [options]", description=description, add_help=False
     )
@@ -135,7 +143,9 @@ def format_help(settings: type, *, prog: str, description: str, shown: Sequence[
         groups[title].add_argument(*flags, help=text.replace("%", "%%"), **options)
     if shown:
         groups[""].add_argument("--help-all", action="store_true", help="Show all options.")
-    return parser.format_help()
+        return parser.format_help()
+    below = "".join(f"\n{textwrap.fill(text, 80, subsequent_indent='  ')}\n" for text in others)
+    return parser.format_help() + below
 
 
 def parse_with_tyro(settings: type[T], arguments: Sequence[str], *, prog: str, default: T | None = None) -> T:
@@ -145,11 +155,11 @@ def parse_with_tyro(settings: type[T], arguments: Sequence[str], *, prog: str, d
         default: values of options that are not given.
 
     Raises:
-        SettingError: an unknown option, an invalid value, or conflicting options.
+        SettingError: unknown options, an invalid value, or conflicting options.
     """
     import tyro
 
-    _check_known(settings, arguments, prog=prog)
+    check_known(settings, arguments, prog=prog)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -201,25 +211,49 @@ def _wrong_value(message: str, option: Option, arguments: Sequence[str], typed: 
     return message
 
 
-def _check_known(settings: type, arguments: Sequence[str], *, prog: str) -> None:
-    known = [flag for each in options_of(settings) for flag in each.flags]
+def primary_flags(settings: type) -> dict[str, str]:
+    """Map all flags, those that turn a switch off included, to the primary flag of their option."""
+    primary = {flag: each.flags[0] for each in options_of(settings) for flag in each.flags}
+    return primary | {off: primary[on] for on, off in opposite_flags(settings).items() if on in primary}
+
+
+def opposite_flags(settings: type) -> dict[str, str]:
+    """Map the flags of every switch, on and off, to the flag with the opposite meaning."""
     switches = [flag for each in options_of(settings) if not each.value for flag in each.flags]
-    known += [f"--no-{flag[2:]}" for flag in switches]
-    for argument in arguments:
-        flag = argument.partition("=")[0].replace("_", "-")
+    off = {flag: f"--no-{flag[2:]}" for flag in switches}
+    return off | {opposite: flag for flag, opposite in off.items()}
+
+
+def check_known(settings: type, arguments: Sequence[str], *, prog: str, problems: Sequence[str] = ()) -> None:
+    """Raise SettingError that names all unknown options, and the problems found before."""
+    known = primary_flags(settings)
+    given = dict.fromkeys(argument.partition("=")[0].replace("_", "-") for argument in arguments)
+    unknown = []
+    for flag in given:
         if flag.startswith("--") and flag not in known:
-            near = difflib.get_close_matches(flag, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise SettingError(f"{prog} has no option {flag}: {hint}see --help-all")
+            near = difflib.get_close_matches(flag, known, n=1, cutoff=_NEAR)
+            unknown.append(f"{flag} (did you mean {near[0]}?)" if near else flag)
+    if unknown:
+        problems = [*problems, f"{prog} has no option {', '.join(unknown)}: see --help-all"]
+    problems = [*problems, *filter(None, map(url_problem, arguments))]
+    require(not problems, "; ".join(problems))
+
+
+def url_problem(argument: str) -> str:
+    """Describe an argument that is a URL, which `Path` would turn into a local folder; "" for others."""
+    value = argument.partition("=")[2] if argument.startswith("--") else argument
+    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
+        return ""
+    return f"{argument} is a URL: mount or copy it, and give a local path"
 
 
 def parse_without_tyro(settings: type[T], arguments: Sequence[str], *, prog: str) -> T:
     """Build settings with the standard library alone, for options that take one value.
 
     Raises:
-        SettingError: an unknown option, an invalid value, or conflicting options.
+        SettingError: unknown options, an invalid value, or conflicting options.
     """
-    _check_known(settings, arguments, prog=prog)
+    check_known(settings, arguments, prog=prog)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for section, part in sections(settings):
         hints, flags = get_type_hints(part), option_flags(part)

@@ -17,7 +17,7 @@ from sdp4bit_lab.cli import COMMANDS
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from tests.lab.pretrain.data.indexed_corpora import write_corpus, write_vocabulary
 
-FOLDER = ROOT / "examples" / "paper"
+SCRIPT = ROOT / "examples" / "paper" / "run.sh"
 ACCURACY = {"125M": (8, 6e-4), "350M": (8, 3e-4), "1.3B": (4, 2e-4), "6.7B": (2, 1.2e-4)}
 # Tensor and pipeline parallel size (table 8) and slices of the gradient exchange.
 SPEED = {
@@ -41,9 +41,9 @@ def run_script(tmp_path):
     torchrun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     torchrun.chmod(torchrun.stat().st_mode | stat.S_IXUSR)
 
-    def run(name: str, *options: str, **environment: str) -> tuple[list[str], PretrainConfig]:
+    def run(*arguments: str, **environment: str) -> tuple[list[str], PretrainConfig]:
         done = subprocess.run(
-            [FOLDER / name, *options],
+            [SCRIPT, *arguments],
             capture_output=True,
             text=True,
             timeout=30,
@@ -62,7 +62,7 @@ def run_script(tmp_path):
 
 @pytest.mark.parametrize("model", ACCURACY)
 def test_accuracy_scripts_have_the_settings_of_the_model_cards(model, run_script):
-    _, config = run_script(f"accuracy_{model}.sh", "--strategy", "tlq-hs")
+    _, config = run_script("accuracy", model, "--strategy", "tlq-hs")
     micro_batch_size, learning_rate = ACCURACY[model]
     assert config.model.model_card == model
     assert config.strategy_name == "tlq-hs"
@@ -77,7 +77,7 @@ def test_accuracy_scripts_have_the_settings_of_the_model_cards(model, run_script
 
 
 def test_accuracy_scripts_continue_from_the_last_checkpoint(run_script, tmp_path):
-    _, config = run_script("accuracy_125M.sh", RUN=str(tmp_path / "run"))
+    _, config = run_script("accuracy", "125M", RUN=str(tmp_path / "run"))
     assert config.strategy_name == "sdp4bit-paper"
     folder = tmp_path / "run" / "checkpoints"
     assert (config.checkpoint.save, config.checkpoint.auto_resume) == (folder, True)
@@ -85,7 +85,7 @@ def test_accuracy_scripts_continue_from_the_last_checkpoint(run_script, tmp_path
 
 @pytest.mark.parametrize(("cluster", "model"), SPEED)
 def test_speed_scripts_have_the_layouts_of_table_8(cluster, model, run_script):
-    torchrun, config = run_script(f"speed_{cluster}_{model}.sh", NNODES="16", MASTER_ADDR="first")
+    torchrun, config = run_script(f"speed-{cluster}", model, NNODES="16", MASTER_ADDR="first")
     tensor, pipeline, chunks = SPEED[cluster, model]
     per_node = torchrun[torchrun.index("--nproc-per-node") + 1]
     assert per_node == {"a100": "4", "h800": "8"}[cluster]
@@ -102,8 +102,23 @@ def test_speed_scripts_have_the_layouts_of_table_8(cluster, model, run_script):
 
 
 def test_speed_scripts_run_the_baseline_too(run_script):
-    _, config = run_script("speed_a100_6.7B.sh", "--strategy", "baseline")
-    # A run refuses the folder of an earlier one.
-    assert re.fullmatch(r"runs/speed_a100_6\.7B-\d{8}-\d{6}", str(config.logging.out))
-    assert config.quantization.gradients is None
-    assert config.quantization.weights is None
+    for strategy in (["--strategy", "baseline"], ["--strategy=baseline"]):
+        _, config = run_script("speed-a100", "6.7B", *strategy)
+        # A run refuses the folder of an earlier one.
+        assert re.fullmatch(r"runs/speed-a100_6\.7B-\d{8}-\d{6}", str(config.logging.out))
+        assert config.quantization.gradients is None
+        assert config.quantization.weights is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a table: accuracy, speed-a100 or speed-h800"),
+        (["accuracy"], "name a model, such as 125M"),
+        (["accuracy", "13B"], "there is no accuracy 13B"),
+        (["speed-a100", "125M"], "speed-a100 has no model 125M: use 1.3B"),
+    ],
+)
+def test_a_row_that_the_paper_does_not_have_is_an_error(arguments, message):
+    done = subprocess.run([SCRIPT, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode != 0 and message in done.stderr

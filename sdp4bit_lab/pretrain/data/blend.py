@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.common.settings import require
+from sdp4bit_lab.pretrain.data.indexed import is_weight
 from sdp4bit_lab.pretrain.data.samples import Samples, Split, Tokens
 
 
@@ -43,15 +44,11 @@ def parse_blend(paths: Sequence[str | Path], *, option: str) -> list[Part]:
 
 
 def _weight(text: str, *, option: str) -> Fraction | None:
-    if Path(f"{text}.idx").exists():  # a corpus may be named like a number
+    if not is_weight(text):
         return None
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    if not (math.isfinite(number) and number > 0):
-        raise SettingError(f"{option}: weight {text} must be above 0")
-    return Fraction(text)
+    number = float(text)
+    require(math.isfinite(number) and number > 0, f"{option}: weight {text} must be above 0")
+    return Fraction(text.replace("_", ""))  # which Python 3.10 does not accept
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from sdp4bit_lab.common.settings import SettingError, arg, require
 from sdp4bit_lab.pretrain.data.corpus import SMALLEST_VOCABULARY
+from sdp4bit_lab.pretrain.data.indexed import is_indexed, is_weight
 
 if TYPE_CHECKING:
     from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
@@ -91,7 +92,13 @@ class TokenizerConfig:
             merge_file=self.merge_file,
             tokenizer_model=self.tokenizer_model,
             eod_token=self.eod_token,
+            parses_special_tokens=self.parses_special_tokens,
         )
+
+    @property
+    def parses_special_tokens(self) -> bool:
+        """Whether a text that spells a special token becomes this token."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +155,7 @@ class DataConfig(TokenizerConfig):
             not apart or bool(self.train_data_path and self.valid_data_path),
             "--train-data-path and --valid-data-path must be given together",
         )
-        absent = [path for path in self.data_path if not _is_number(path) and not Path(path).exists()]
+        absent = [path for path in self.data_path if not is_weight(path) and not Path(path).exists()]
         require(
             self.split is None or source == "indexed" or not absent,
             f"--data-path {absent[0] if absent else ''}: no .bin and .idx files with this prefix",
@@ -188,8 +195,8 @@ class DataConfig(TokenizerConfig):
             return "indexed"
         if not self.data_path:
             return "standard library"
-        numbers = {path for path in self.data_path if _is_number(path)}
-        kinds = {path: _is_indexed(path) for path in self.data_path if path not in numbers}
+        numbers = {path for path in self.data_path if is_weight(path)}
+        kinds = {path: is_indexed(path) for path in self.data_path if path not in numbers}
         if any(kinds.values()):
             text = [str(path) for path, indexed in kinds.items() if not indexed and Path(path).exists()]
             require(
@@ -259,18 +266,3 @@ class DataConfig(TokenizerConfig):
             return self.cache_dir
         base = os.environ.get("XDG_CACHE_HOME")
         return (Path(base) if base else Path.home() / ".cache") / "sdp4bit"
-
-
-def _is_number(path: str | Path) -> bool:
-    try:
-        float(str(path))
-    except ValueError:
-        return False
-    return not Path(path).exists()
-
-
-def _is_indexed(path: str | Path) -> bool:
-    """Return whether a path names .bin/.idx files, by their prefix or by one of their names."""
-    return Path(path).suffix in (".bin", ".idx") or any(
-        Path(f"{path}{suffix}").exists() for suffix in (".idx", ".bin")
-    )

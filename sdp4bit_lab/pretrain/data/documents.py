@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from sdp4bit_lab.common.settings import SettingError, require
 
 END_OF_TEXT = "<|endoftext|>"
 _JSON_LINES = (".json", ".jsonl")
+_ONE_PER_LINE = "Each line must be one object; `jq -c '.[]' FILE > FILE.jsonl` converts an array"
+_MOST_DIGITS = 600
 _DATASETS_FORMATS = {".gz": "json", ".zst": "json", ".parquet": "parquet"}
 
 
@@ -30,17 +32,32 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     return files
 
 
-def read_documents(path: Path, *, keys: Sequence[str] = ("text",)) -> Iterator[list[list[str]]]:
-    """Yield the sentences of each key of each document; an undivided text is one sentence."""
+def read_documents(
+    path: Path, *, keys: Sequence[str] = ("text",), skip: Callable[[SettingError], object] | None = None
+) -> Iterator[list[list[str]]]:
+    """Yield the sentences of each key of each document; an undivided text is one sentence.
+
+    Args:
+        skip: called with the error of an invalid document, which is then left out. Without it, the error is
+            raised.
+    """
     try:
-        for where, members in _members(path):
-            yield [_sentences(members, key, where=where) for key in keys]
+        for where, document in _documents(path):
+            try:
+                members = _parse(document, where=where) if isinstance(document, bytes) else document
+                sentences = [_sentences(members, key, where=where) for key in keys]
+            except SettingError as error:
+                if skip is None:
+                    raise
+                skip(error)
+            else:
+                yield sentences
     except OSError as error:
         raise SettingError(f"{path} cannot be read: {error}") from error
 
 
-def _members(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield the location of each document, for messages, and its members."""
+def _documents(path: Path) -> Iterator[tuple[str, Mapping[str, object] | bytes]]:
+    """Yield the location of each document, for messages, and its members or its line of JSON."""
     if path.suffix in _DATASETS_FORMATS:
         for number, row in enumerate(_datasets_rows(path), start=1):
             yield f"{path}, row {number}", row
@@ -48,11 +65,11 @@ def _members(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    where = f"{path}, line {number}"
-                    yield where, _parse(line, where=where)
+                    yield f"{path}, line {number}", line
     else:
         try:
-            texts = path.read_text(encoding="utf-8").split(END_OF_TEXT)
+            # A byte order mark, which editors on Windows write, is no text.
+            texts = path.read_text(encoding="utf-8-sig").split(END_OF_TEXT)
         except UnicodeDecodeError as error:
             raise SettingError(f"{path} is not UTF-8 text: {error}") from error
         for number, text in enumerate(filter(None, texts), start=1):
@@ -76,11 +93,25 @@ def _import_datasets(path: Path) -> Any:
 
 def _parse(line: bytes, *, where: str) -> dict[str, object]:
     try:
-        members = json.loads(line)
+        members = json.loads(line, parse_int=_integer)
+    except RecursionError:
+        raise SettingError(f"{where}: the JSON is nested too deeply to be read") from None
     except ValueError as error:
-        raise SettingError(f"{where}: not JSON: {error}") from error
-    require(isinstance(members, dict), f"{where}: expected a JSON object, not {type(members).__name__}")
+        # The first line of a file that is one value over many lines.
+        is_part = line.strip() in (b"[", b"{", b"[{") or line.lstrip().startswith(b"[")
+        hint = f". {_ONE_PER_LINE}" if is_part else ""
+        raise SettingError(f"{where}: not JSON: {error}{hint}") from error
+    is_list = isinstance(members, list)
+    require(
+        isinstance(members, dict),
+        f"{where}: expected a JSON object, not {type(members).__name__}" + f". {_ONE_PER_LINE}" * is_list,
+    )
     return dict(members)
+
+
+def _integer(text: str) -> float:
+    # Python limits the digits of an integer, JSON does not.
+    return int(text) if len(text) < _MOST_DIGITS else float(text)
 
 
 def _sentences(members: Mapping[str, object], key: str, *, where: str) -> list[str]:

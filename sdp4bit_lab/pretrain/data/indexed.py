@@ -55,6 +55,22 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.idx")
 
 
+def is_indexed(path: str | Path) -> bool:
+    """Return whether a path names .bin/.idx files, by their prefix or by one of their names."""
+    return Path(path).suffix in (".bin", ".idx") or any(
+        Path(f"{path}{suffix}").exists() for suffix in (".idx", ".bin")
+    )
+
+
+def is_weight(path: str | Path) -> bool:
+    """Return whether an argument of --data-path is a weight, not the path of data that exists."""
+    try:
+        float(str(path))
+    except ValueError:
+        return False
+    return not Path(path).exists() and not is_indexed(path)
+
+
 class IndexedTokens:
     """Memory-mapped documents of one PREFIX.bin and PREFIX.idx."""
 
@@ -104,6 +120,9 @@ class IndexedTokens:
         if sequences:
             self.tokens = int(self._pointers[-1]) // dtype.itemsize + int(self._lengths[-1])
         size, needed = data.stat().st_size, self.tokens * dtype.itemsize
+        if size != needed:
+            # An index in another order is not a wrong size.
+            self._check_sequences()
         require(
             size == needed,
             f"{data}: size: the file has {size} bytes, but {path.name} lists {self.tokens} tokens of "
@@ -139,17 +158,8 @@ class IndexedTokens:
 
     def check(self) -> None:
         """Check the complete index, 1 or 2 s for 100 million documents; SettingError names the number."""
-        path, item, sequences = idx_path(self.prefix), self.dtype.itemsize, self.sequences
-        offset = 0
-        for start in range(0, sequences, _CHECKED_AT_ONCE):
-            lengths = np.asarray(self._lengths[start : start + _CHECKED_AT_ONCE], np.int64)
-            _check(f"{path}: sequence lengths", lengths, lengths >= 0, start=start, rule="at least 0")
-            pointers = self._pointers[start : start + _CHECKED_AT_ONCE]
-            ends = offset + np.cumsum(lengths) * item
-            right = pointers == ends - lengths * item
-            rule = "the bytes of the sequences before"
-            _check(f"{path}: sequence pointers", pointers, right, start=start, rule=rule)
-            offset = int(ends[-1])
+        self._check_sequences()
+        path, sequences = idx_path(self.prefix), self.sequences
         previous = 0
         for start in range(0, len(self._boundaries), _CHECKED_AT_ONCE):
             boundaries = np.asarray(self._boundaries[start : start + _CHECKED_AT_ONCE])
@@ -162,6 +172,22 @@ class IndexedTokens:
             require(
                 value == expected, f"{path}: document indices: number {position} is {value}, not {expected}"
             )
+
+    def _check_sequences(self) -> None:
+        path, item = idx_path(self.prefix), self.dtype.itemsize
+        offset = 0
+        for start in range(0, self.sequences, _CHECKED_AT_ONCE):
+            lengths = np.asarray(self._lengths[start : start + _CHECKED_AT_ONCE], np.int64)
+            _check(f"{path}: sequence lengths", lengths, lengths >= 0, start=start, rule="at least 0")
+            pointers = self._pointers[start : start + _CHECKED_AT_ONCE]
+            ends = offset + np.cumsum(lengths) * item
+            right = pointers == ends - lengths * item
+            rule = (
+                "the bytes of the sequences before. An index in another order or with gaps, which Megatron "
+                "reads, is not supported: preprocess the documents again"
+            )
+            _check(f"{path}: sequence pointers", pointers, right, start=start, rule=rule)
+            offset = int(ends[-1])
 
     def fingerprint(self) -> str:
         """Return a hash of both files: of all bytes, or of 64 blocks spread over a large file."""

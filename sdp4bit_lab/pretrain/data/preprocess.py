@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,14 +14,17 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from sdp4bit_lab.common.settings import require, require_at_least
+from sdp4bit_lab.common.settings import SettingError, require, require_at_least
 from sdp4bit_lab.pretrain.data.config import TokenizerConfig
+from sdp4bit_lab.pretrain.data.corpus import SMALLEST_VOCABULARY
 from sdp4bit_lab.pretrain.data.documents import find_files, read_documents
 from sdp4bit_lab.pretrain.data.indexed import token_dtype
 from sdp4bit_lab.pretrain.data.indexed_writer import IndexedWriter
 from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 
 _Keys = Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--columns"])]
+_SHOWN = 10
+"""Skipped documents that are listed."""
 _ENCODED_AT_ONCE = 1 << 22
 """Characters per call of the tokenizer, whose threads share the documents."""
 
@@ -40,6 +43,14 @@ class PreprocessConfig(TokenizerConfig):
     """Members or columns that contain text. A list of strings becomes several sequences."""
     append_eod: bool = False
     """Append the end-of-document token to every document."""
+    parse_special_tokens: bool = False
+    """Replace the spelling of a special token in a text, such as </s>, by this token. Off: it stays text, and
+    only --append-eod ends a document."""
+    train_tokenizer: int | None = None
+    """Train a byte-level BPE of at most this many tokens on the documents, instead of giving a tokenizer. The
+    file PREFIX_tokenizer.json is for --tokenizer-model."""
+    skip_invalid: bool = False
+    """Leave out documents that cannot be read, and list their lines. Off: the first one is an error."""
     workers: int | None = None
     """Tokenizer threads. Default: the number of cores."""
     overwrite: bool = False
@@ -56,16 +67,34 @@ class PreprocessConfig(TokenizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.input), "--input: give at least one file")
+        size = self.train_tokenizer
         require(
-            self.has_tokenizer,
-            "give a tokenizer: --vocab-file and --merge-file, or --tokenizer-model; docs/data.md describes "
-            "how to train one",
+            self.has_tokenizer != (size is not None),
+            "give a tokenizer: --vocab-file and --merge-file, or --tokenizer-model, or train one with "
+            "--train-tokenizer and the number of its tokens",
+        )
+        require(
+            size is None or SMALLEST_VOCABULARY <= size <= 1 << 20,
+            f"--train-tokenizer {size} must be between {SMALLEST_VOCABULARY} and {1 << 20}",
+        )
+        require(
+            not self.parse_special_tokens or self.vocab_file is None,
+            "--parse-special-tokens has no effect with --vocab-file, whose tokenizer has no special tokens",
         )
         require(
             bool(self.json_keys) and len(set(self.json_keys)) == len(self.json_keys),
             f"--json-keys {' '.join(self.json_keys)}: give at least one, without repetition",
         )
         require_at_least(1, self, "workers", "log_interval")
+
+    @property
+    def parses_special_tokens(self) -> bool:
+        return self.parse_special_tokens
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """File of a tokenizer that is trained."""
+        return self.output_prefix.with_name(f"{self.output_prefix.name}_tokenizer.json")
 
     def prefix(self, key: str) -> Path:
         return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_document")
@@ -82,36 +111,92 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
     if config.workers is not None:
         # The tokenizers library reads it at its first call.
         os.environ["RAYON_NUM_THREADS"] = str(config.workers)
-    files, tokenizer = find_files(config.input), config.tokenizer
-    assert tokenizer is not None
-    dtype = token_dtype(tokenizer.vocabulary_size)
-    start, count, tokens = time.perf_counter(), 0, 0
-    with ExitStack() as stack:
+    files = find_files(config.input)
+    skipped = 0
+
+    def skip(error: SettingError) -> None:
+        nonlocal skipped
+        if not config.skip_invalid:
+            raise SettingError(f"{error}. Nothing is written; --skip-invalid leaves out such documents")
+        skipped += 1
+        if skipped <= _SHOWN:
+            console.print(f"skipped {error}", highlight=False, soft_wrap=True, markup=False)
+
+    tokenizer = config.tokenizer or _train_tokenizer(config, files)
+    end, dtype = tokenizer.end_of_text, token_dtype(tokenizer.vocabulary_size)
+    start, count, tokens, ended, spelled = time.perf_counter(), 0, 0, 0, 0
+    with _explained_interruption(console), ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedWriter(config.prefix(key), dtype=dtype, overwrite=config.overwrite))
             for key in config.json_keys
         ]
-        documents = (texts for path in files for texts in read_documents(path, keys=config.json_keys))
+        documents = (
+            texts for path in files for texts in read_documents(path, keys=config.json_keys, skip=skip)
+        )
         for batch in _batched(documents):
             for index, writer in enumerate(writers):
                 texts = [keys[index] for keys in batch]
                 for document in encode(texts, tokenizer=tokenizer, append_eod=config.append_eod):
                     writer.add(document)
+                    ended += bool(document) and document[-1][-1] == end
+                spelled += sum(tokenizer.count_spelled(text) for sentences in texts for text in sentences)
             tokens = sum(writer.tokens for writer in writers)
             before, count = count, count + len(batch)
             if count // config.log_interval > before // config.log_interval:
                 rate = tokens / (time.perf_counter() - start)
                 console.print(f"{count:,} documents, {tokens:,} tokens, {rate:,.0f}/s", highlight=False)
         require(tokens > 0, f"--input {' '.join(config.input)}: the {count} documents have no text")
+        if config.train_tokenizer is not None:
+            tokenizer.save(config.tokenizer_path)
         for writer in writers:
             writer.finish()
     seconds = time.perf_counter() - start
+    written = [f"{config.prefix(key)} (.bin and .idx, {dtype.name})" for key in config.json_keys]
+    written += [str(config.tokenizer_path)] * (config.train_tokenizer is not None)
+    ends = (
+        "no token ends a document" if end is None else f"{tokenizer.end_of_text_name} ends {ended:,} of them"
+    )
+    meaning = "became tokens" if config.parse_special_tokens else "stayed text (--parse-special-tokens)"
     console.print(
-        f"{count:,} documents, {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s); "
-        f"{', '.join(str(config.prefix(key)) for key in config.json_keys)} (.bin and .idx, {dtype.name})",
+        f"{tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s); {', '.join(written)}\n"
+        f"{count:,} documents, {skipped:,} invalid ones skipped; {ends}; "
+        f"{spelled:,} spelled special tokens {meaning}",
         highlight=False,
         soft_wrap=True,
+        markup=False,
     )
+
+
+def _train_tokenizer(config: PreprocessConfig, files: Sequence[Path]) -> BytePairTokenizer:
+    """Train a tokenizer on the documents; SettingError if its file exists."""
+    assert config.train_tokenizer is not None
+    path = config.tokenizer_path
+    require(
+        config.overwrite or not path.exists(),
+        f"{path} exists: remove it, give --overwrite or another prefix, or use it as --tokenizer-model",
+    )
+    # Invalid documents are reported when all are read.
+    texts = (
+        text
+        for file in files
+        for keys in read_documents(file, keys=config.json_keys, skip=lambda _: None)
+        for sentences in keys
+        for text in sentences
+    )
+    return BytePairTokenizer.train(texts, vocabulary_size=config.train_tokenizer)
+
+
+@contextmanager
+def _explained_interruption(console: Console) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(
+            "interrupted: nothing is written, and the same command starts again. To keep parts, write each "
+            "file of --input to its own --output-prefix",
+            soft_wrap=True,
+        )
+        raise
 
 
 def encode(

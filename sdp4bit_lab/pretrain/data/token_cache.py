@@ -30,7 +30,7 @@ from sdp4bit_lab.pretrain.data.sample_index import IndexedSplit, Shuffled, compl
 from sdp4bit_lab.pretrain.data.samples import Dataset
 from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the tokens and their order; if equal, checkpoints and compared runs are compatible."""
 TRAIN, VALIDATION = "train", "validation"
 _ENCODE_DOCUMENTS = 256

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sdp4bit_lab.common.failures import is_failure, one_line
 from sdp4bit_lab.common.settings import SettingError, require
@@ -22,17 +23,37 @@ _ENDS_OF_DOCUMENTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"
 class BytePairTokenizer:
     """Convert text to tokens and back."""
 
-    def __init__(self, tokenizer: Tokenizer, *, end_of_text: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, end_of_text: int | None = None, parses_special_tokens: bool = False
+    ) -> None:
+        """Wrap a tokenizer.
+
+        Args:
+            end_of_text: token that ends a document.
+            parses_special_tokens: whether a text that spells a special token becomes this token. Then a web
+                page with the text </s> ends a document.
+        """
+        added = tokenizer.get_added_tokens_decoder()
+        if end_of_text in added and not added[end_of_text].special:
+            # It ends documents, although the file does not declare it to be special.
+            tokenizer.add_special_tokens([AddedToken(added[end_of_text].content, special=True)])
+        tokenizer.encode_special_tokens = not parses_special_tokens
         self._tokenizer = tokenizer
         # Some files ask to cut and pad every text to a model's length; a corpus needs all of it.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.end_of_text = end_of_text
         """Token that ends a document, if there is one."""
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        special |= set() if end_of_text is None else {str(tokenizer.id_to_token(end_of_text))}
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
 
     @classmethod
     def train(cls, documents: Iterable[str], *, vocabulary_size: int) -> BytePairTokenizer:
-        """Train a tokenizer with at most `vocabulary_size` tokens, fewer for short text."""
+        """Train a tokenizer with at most `vocabulary_size` tokens, fewer for short text.
+
+        Only the first 64 million characters of the documents are read.
+        """
         tokenizer = _gpt2_tokenizer(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocabulary_size,
@@ -62,6 +83,15 @@ class BytePairTokenizer:
         """Return a hash of everything that tokenization depends on."""
         return hashlib.sha256(f"{self.end_of_text} {self._tokenizer.to_str()}".encode()).hexdigest()
 
+    @property
+    def end_of_text_name(self) -> str:
+        """Spelling of the token that ends a document; SettingError if there is none."""
+        return str(self._tokenizer.id_to_token(self.require_end_of_text()))
+
+    def count_spelled(self, text: str) -> int:
+        """Return the number of special tokens that a text spells."""
+        return len(self._special.findall(text)) if self._special.pattern else 0
+
     def encode(self, documents: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each document, without an end-of-text token."""
         with _failing_as("the tokenizer has failed on a document"):
@@ -87,7 +117,12 @@ class BytePairTokenizer:
 
 
 def load_tokenizer(
-    *, vocab_file: Path | None, merge_file: Path | None, tokenizer_model: Path | None, eod_token: str | None
+    *,
+    vocab_file: Path | None,
+    merge_file: Path | None,
+    tokenizer_model: Path | None,
+    eod_token: str | None,
+    parses_special_tokens: bool = False,
 ) -> BytePairTokenizer:
     """Load GPT-2's two files, or a tokenizer.json or its folder; SettingError if it is damaged."""
     if tokenizer_model is not None:
@@ -110,7 +145,9 @@ def load_tokenizer(
         raise SettingError(
             f"--eod-token {eod_token} is not among the tokenizer's {tokenizer.get_vocab_size()} tokens"
         )
-    loaded = BytePairTokenizer(tokenizer, end_of_text=end_of_text)
+    loaded = BytePairTokenizer(
+        tokenizer, end_of_text=end_of_text, parses_special_tokens=parses_special_tokens
+    )
     size = loaded.vocabulary_size
     require(size <= 1 << 20, f"the tokenizer's largest token is {size - 1:,}; at most 2**20 - 1 is supported")
     return loaded

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from sdp4bit import AlertConfig, AuditConfig, SDP4BitConfig, TelemetryConfig
 from sdp4bit_lab.cli import COMMANDS, main
+from sdp4bit_lab.common.options import options_of
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.common.strategies import STRATEGIES
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
+from sdp4bit_lab.pretrain.config.reference_flags import described_flags
 from sdp4bit_lab.pretrain.config.training import TrainingConfig
 
 PAPER_FLAGS = [
@@ -91,16 +94,103 @@ def test_micro_batches_follow_from_the_global_batch():
         config.micro_batches(3)
 
 
-def test_reference_flags_without_effect_are_taken_and_explained(capsys):
-    given = ["--fp16", "--bf16", "--loss_scale=8", "--hysteresis", "2", "--use-distributed-optimizer"]
-    config = pretrain_config(*given, "--train-iters", "7", "--data-impl", "mmap")
-    assert config == pretrain_config("--train-iters", "7")
-    lines = capsys.readouterr().err.splitlines()
-    flags = ["--fp16", "--bf16", "--loss-scale", "--hysteresis", "--use-distributed-optimizer", "--data-impl"]
-    assert [line.split()[1] for line in lines] == flags
-    assert all("has no effect here. " in line for line in lines)
-    assert main(["pretrain", "--position-embedding-type", "rope"]) == 2
-    assert "--position-embedding-type rope is not supported, only learned_absolute" in capsys.readouterr().err
+# Flags of the reference's scripts, with the values that they pass.
+_OWN = """
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --train-iters 80000
+    --max-position-embeddings 2048 --lr 0.0003 --lr-decay-iters 70000 --lr-decay-style cosine --min-lr 0.00003
+    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-08 --weight-decay .1 --lr-warmup-fraction 0.01
+    --clip-grad 1.0 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --micro-batch-size 8
+    --global-batch-size 256 --log-interval 100 --save-interval 5002 --eval-interval 100 --eval-iters 10
+    --log-throughput --recompute-granularity selective
+"""
+_IN_ALL = """
+    --loss-scale 0 --loss-scale-window 1000 --hysteresis 2 --min-loss-scale 1 --bf16 --timing-log-level 2
+    --use-distributed-optimizer --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
+    --tensorboard-log-interval 1 --wandb-project NeurIPS --wandb-save-dir wandb --wandb-exp-name 125M-grad_HT
+    --no-async-tensor-model-parallel-allreduce
+"""
+_ACCURACY = "--recompute-activations --distributed-backend nccl"
+_SPEED = f"--mock-data --data-path a b --exit-interval 200 {' '.join(PAPER_FLAGS)}"
+_NEWEST = """
+    --use-flash-attn --overlap-grad-reduce --overlap-param-gather --bucket-size 40000000 --quantized-weights
+    --mock-data --distributed-backend cpu:gloo,cuda:nccl --dropout 0.1
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "noted"),
+    [
+        (_ACCURACY, "--strategy baseline", "--strategy is baseline"),
+        (_SPEED, _SPEED.replace("--data-path a b", ""), "--data-path is not read"),
+        (_NEWEST, "--quantized-weights --mock-data --dropout 0.1", "no effect"),
+    ],
+)
+def test_a_script_of_the_reference_runs_with_one_line(given, own, noted, capsys):
+    config = pretrain_config(*_OWN.split(), *_IN_ALL.split(), *given.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert config == pretrain_config(*_OWN.split(), *own.split())
+    assert noted in line and ("dropout is 0" in line) == ("--dropout" not in given)
+    assert {flag for flag in _IN_ALL.split() if flag.startswith("--")} <= set(line.replace(",", " ").split())
+
+
+def test_every_reference_flag_has_its_outcome(capsys):
+    arguments: dict[str, list[str]] = {}
+    for flags, outcome, reason in described_flags():
+        for flag, value in re.findall(r"(--\S+)((?: [^-\s]\S*)?)", flags):
+            first = value.strip().split("|")[0]
+            assert outcome != "refused" or not first
+            values = {"": [], "N": ["0.5"], "N...": ["1", "2"]}.get(first, [first])
+            arguments.setdefault(outcome, []).extend([flag, *values])
+            if first not in ("", "N", "N..."):
+                arguments.setdefault("wrong", []).append(f"{flag}=other")
+            if outcome == "sets an option":
+                assert pretrain_config(flag, *values) == pretrain_config(*reason.split(), *values)
+    given = {argument for values in arguments.values() for argument in values}
+    assert len(given) > 150
+    assert not given & {flag for each in options_of(PretrainConfig) for flag in each.flags}
+
+    plain = pretrain_config()
+    capsys.readouterr()
+    assert pretrain_config(*arguments["accepted with this value"]) == plain
+    assert capsys.readouterr().err == ""
+    assert pretrain_config(*arguments["no effect"], "--strategy", "sdp4bit") == replace(
+        plain, strategy="sdp4bit"
+    )
+    noted = capsys.readouterr().err.split()
+    for wrong, message in (("refused", "is refused: "), ("wrong", "is refused, only ")):
+        with pytest.raises(SettingError) as error:
+            pretrain_config(*arguments[wrong])
+        for argument in arguments[wrong]:
+            assert f"{argument.replace('=', ' ')} {message}" in str(error.value)
+    for flag in arguments["no effect"]:
+        assert not flag.startswith("--") or flag in noted or f"{flag}," in noted
+
+
+def test_all_problems_with_flags_are_one_error(capsys):
+    refused = "--swiglu --rampup-batch-size 16 16 1000 --optimizer sgd --hysteresis --bf16"
+    assert main(["pretrain", *refused.split(), "--stategy", "sdp4bit", "--frobnicate", "3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    for part in (
+        "--swiglu is refused: this program trains GPT-2's architecture",
+        "--rampup-batch-size is refused: the batch size is constant",
+        "--optimizer sgd is refused, only adam is accepted",
+        "--hysteresis needs a value",
+        "has no option --stategy (did you mean --strategy?), --frobnicate: see --help-all",
+    ):
+        assert part in line
+
+
+def test_values_of_reference_flags_are_compared_as_numbers_and_with_the_model():
+    sizes = ["--hidden-size", "256", "--num-attention-heads", "4"]
+    equal = "--init-method-std 2e-2 --norm-epsilon 0.00001 --lr_warmup_init 0.0 --kv-channels=64"
+    same = pretrain_config(*sizes, *equal.split(), "--ffn-hidden-size", "1024")
+    assert same == pretrain_config(*sizes)
+    with pytest.raises(SettingError, match=r"-hidden-size 512 is refused, only 1024 .*; --kv-channels 32 is"):
+        pretrain_config(*sizes, "--ffn-hidden-size", "512", "--kv-channels", "32")
+    both = pretrain_config("--attention-dropout", "0.1", "--hidden-dropout", "1e-1")
+    assert both == pretrain_config("--dropout", "0.1")
+    with pytest.raises(SettingError, match=r"--attention-dropout 0\.1 and --hidden-dropout 0 differ"):
+        pretrain_config("--attention-dropout", "0.1", "--hidden-dropout", "0")
 
 
 YAML = """
@@ -140,9 +230,25 @@ def test_a_file_holds_options_and_the_command_line_wins(name, text, tmp_path):
 def test_a_wrong_file_is_named_with_its_key(tmp_path, capsys):
     for name, text, message in (
         ("a.yaml", "a: [", "a.yaml cannot be read"),
-        ("a.yaml", "- 1", "must contain a mapping of options, not list"),
+        ("a.yaml", "- 1", "must contain a mapping of options, not a sequence"),
         ("a.toml", "a = ", "a.toml cannot be read"),
-        ("a.yaml", "lr: 1\nmodel:\n  lr: 2", "lr is given more than once"),
+        ("a.yaml", "lr: 1\nmodel:\n  lr: 2", "a.yaml, line 3: lr is given more than once"),
+        ("a.yaml", "lr: 1\nlr: 2", "a.yaml, line 2: lr is given more than once"),
+        ("a.yaml", "lr: 1\nlearning_rate: 2", "line 2: learning_rate is given more than once (as lr)"),
+        (
+            "a.toml",
+            "compile = true\n[x]\nno-compile = true",
+            "no-compile is given more than once (as compile)",
+        ),
+        ("a.toml", "lr = 1\nlr = 2", "a.toml cannot be read"),
+        ("a.yaml", "compile: yes", "line 1: compile must be true or false, not yes"),
+        ("a.yaml", "bf16: 'true'", "line 1: bf16 must be true or false, not true"),
+        ("a.yaml", "lr: [[1]]", "line 1: lr: a list must contain values, not lists"),
+        ("a.yaml", "data-path: [a, --seed]", "line 1: data-path contains the option --seed"),
+        ("a.yaml", "a: &a {b: *a}", "a section is repeated by an alias"),
+        ("a.yaml", "? [a]\n: 1", "line 1: a name is expected, not a sequence"),
+        ("a.yaml", "[" * 5000, "a.yaml cannot be read"),
+        ("a.yaml", "lrr:", "has no option --lrr"),
         ("a.json", "{}", "must end in .yaml, .yml or .toml"),
     ):
         (tmp_path / name).write_text(text)
@@ -150,7 +256,7 @@ def test_a_wrong_file_is_named_with_its_key(tmp_path, capsys):
         assert message in capsys.readouterr().err
     (tmp_path / "a.yaml").write_text("num-layrs: 2")
     assert main(["pretrain", "--config-file", str(tmp_path / "a.yaml")]) == 2
-    assert "has no option --num-layrs: did you mean --num-layers?" in capsys.readouterr().err
+    assert "has no option --num-layrs (did you mean --num-layers?)" in capsys.readouterr().err
 
 
 def test_communication_settings_restricted_to_a_strategy():

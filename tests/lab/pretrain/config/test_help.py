@@ -19,7 +19,6 @@ from sdp4bit_lab.common.options import docstrings, section_type, sections
 from sdp4bit_lab.common.progress import end_progress
 from sdp4bit_lab.common.settings import option_flags
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
-from sdp4bit_lab.pretrain.config.reference_flags import WITHOUT_EFFECT
 from tests import ROOT
 
 
@@ -50,7 +49,6 @@ def test_flags_of_a_command_are_unique(name):
     settings = pkgutil.resolve_name(COMMANDS[name].settings)
     flags = [flag for flags in all_options(settings).values() for flag in flags]
     assert len(flags) == len(set(flags))
-    assert not set(flags) & set(WITHOUT_EFFECT)
 
 
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.shown])
@@ -86,7 +84,7 @@ def test_defaults_are_readable(capsys):
     [
         (
             ["pretrain", "--strateg", "baseline"],
-            "sdp4bit pretrain has no option --strateg: did you mean --strategy?",
+            "sdp4bit pretrain has no option --strateg (did you mean --strategy?): see --help-all",
         ),
         (["pretrain", "--train_iters=x"], "--train-iters x: an integer is expected"),
         (["pretrain", "--lr", "1e-3x"], "--lr 1e-3x: a number is expected"),
@@ -96,6 +94,13 @@ def test_defaults_are_readable(capsys):
         (["pretrain", "stray"], "Unrecognized options: stray"),
         (["preprocess", "--input", "a"], "missing --output-prefix PATH (see --help)"),
         (["selftest", "stray"], "Unrecognized options: stray"),
+        (
+            ["pretrain", "--save", "s3://b/p", "--load=gs://b/q"],
+            "s3://b/p is a URL: mount or copy it, and give a local path; --load=gs://b/q is a URL: ",
+        ),
+        (["pretrain", "--config-file", "https://a/b.yaml"], "https://a/b.yaml is a URL: "),
+        (["preprocess", "--input", "hf://a", "--output-prefix", "x"], "hf://a is a URL: "),
+        (["report", "s3://b/p"], "s3://b/p is a URL: "),
     ],
 )
 def test_a_wrong_option_is_one_line(capsys, arguments, message):
@@ -119,6 +124,24 @@ def test_the_program_lists_its_commands_and_version(capsys):
     assert capsys.readouterr().out == f"sdp4bit {sdp4bit.__version__}\n"
     assert main(["pretrian"]) == 2
     assert "'pretrian' is not a command: did you mean pretrain?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["ö", "\\udcc3"])
+def test_a_console_without_the_characters_of_a_path_shows_escapes(text):
+    program = f"from sdp4bit_lab.cli import main; main(['--version']); print('{text}')"
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=variables,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1] == text.encode("ascii", "backslashreplace").decode().replace(
+        "\\\\", "\\"
+    )
 
 
 @pytest.mark.parametrize("arguments", ["--help", "plan --help-all"])

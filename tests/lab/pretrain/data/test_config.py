@@ -6,6 +6,7 @@ import pytest
 
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, PretrainConfig
+from sdp4bit_lab.pretrain.data.blend import parse_blend
 from sdp4bit_lab.pretrain.data.config import DataConfig
 from tests.lab.pretrain.data.indexed_corpora import write_corpus, write_vocabulary
 
@@ -29,6 +30,22 @@ def test_the_model_gets_the_vocabulary_of_every_source(tmp_path):
     assert vocabulary(**files) == 768
     null = {"tokenizer_type": "NullTokenizer", "vocabulary_size": 256}
     assert vocabulary(data_path=(prefix,), **null) == 384
+
+
+def test_a_corpus_may_have_the_name_of_a_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("2024", "0.5"):
+        write_corpus(tmp_path / name, [[1, 2]])
+    for paths, weights in (
+        (("2024",), [None]),
+        (("0.5", "2024"), [None, None]),
+        (("1e0", "0.5", "1_0", "2024"), [1, 10]),
+    ):
+        data = DataConfig(data_path=paths, vocabulary_size=9, split="1,1,0")
+        assert data.source == "indexed"
+        assert [part.weight for part in parse_blend(data.data_path, option="--data-path")] == weights
+    with pytest.raises(SettingError, match="weights apply to"):
+        DataConfig(data_path=("2025", "3"))
 
 
 def test_wrong_data_settings_are_refused(tmp_path):

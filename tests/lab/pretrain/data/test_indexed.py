@@ -203,6 +203,18 @@ class TestDamage:
             with pytest.raises(SettingError, match=rf"x\.bin: size: the file has {size} bytes, .* 8 tokens"):
                 IndexedTokens(tmp_path / "x")
 
+    def test_a_legal_index_in_another_order_or_with_gaps_is_named(self, tmp_path):
+        data, index = layout([[[1, 2]], [[3]], [[4, 5, 6]]])
+        for lengths, pointers in (([1, 3, 2], [4, 6, 0]), ([3, 2, 1], [6, 0, 4]), ([2, 0, 3], [0, 0, 6])):
+            (tmp_path / "x.bin").write_bytes(data)
+            changed = bytearray(index)
+            struct.pack_into("<3i3q", changed, 34, *lengths, *pointers)
+            (tmp_path / "x.idx").write_bytes(changed)
+            with pytest.raises(
+                SettingError, match=r"x\.idx: sequence pointers: .* in another order or with gaps"
+            ):
+                IndexedTokens(tmp_path / "x").check()
+
     def test_missing_files_and_full_names(self, tmp_path):
         write_corpus(tmp_path / "x", [[1, 2]])
         with pytest.raises(SettingError, match=r"x\.idx: remove \.idx"):

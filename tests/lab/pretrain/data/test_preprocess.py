@@ -106,7 +106,12 @@ class TestCommand:
         assert files(tmp_path / "pile_text_document") == expected(reference, [[text] for text in TEXTS])
         said = capsys.readouterr().err
         assert "--split train has no effect here" in said and "--torch-backend mpi has no effect" in said
-        assert re.search(r"10 documents, [\d,]+ tokens in .* tokens/s", said)
+        assert re.search(r"^[\d,]+ tokens in .* tokens/s", said, re.MULTILINE)
+        # Of 10 documents, one is empty.
+        assert said.splitlines()[-1] == (
+            "10 documents, 0 invalid ones skipped; <|endoftext|> ends 9 of them; "
+            "1 spelled special tokens stayed text (--parse-special-tokens)"
+        )
 
     def test_batches_keep_the_order(self, vocabulary, reference, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(command, "_ENCODED_AT_ONCE", 20_000)
@@ -157,7 +162,131 @@ class TestCommand:
         assert files(tmp_path / "x_text_document")[0] == data
 
 
+class TestSpecialTokens:
+    TEXT = "was <s>10</s>, now <|im_end|> 8"
+
+    def write_tokenizer(self, folder: Path, *, named: str, is_special: bool) -> tokenizers.Tokenizer:
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = tokenizers.trainers.BpeTrainer(
+            special_tokens=["<s>", "<|im_end|>"], initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(["a"], trainer)
+        tokenizer.add_tokens([tokenizers.AddedToken("</s>", special=is_special)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        return tokenizer
+
+    def last_line(self, folder: Path, capsys, **options: bool) -> tuple[list[int], str]:
+        source = write_lines(folder / "x.jsonl", [self.TEXT])
+        preprocess(
+            PreprocessConfig(
+                input=(str(source),),
+                output_prefix=folder / "x",
+                tokenizer_model=folder,
+                overwrite=True,
+                **options,
+            )
+        )
+        corpus = IndexedTokens(folder / "x_text_document")
+        return corpus.read(0, corpus.tokens).tolist(), capsys.readouterr().err.splitlines()[-1]
+
+    @pytest.mark.parametrize(("named", "is_special"), [("</s>", True), ("</s>", False), ("<|im_end|>", True)])
+    def test_a_corpus_cannot_spell_them(self, tmp_path, capsys, named, is_special):
+        tokenizer = self.write_tokenizer(tmp_path, named=named, is_special=is_special)
+        tokens, line = self.last_line(tmp_path, capsys, append_eod=True)
+        control = {tokenizer.token_to_id(name) for name in ("<s>", "</s>", "<|im_end|>")}
+        assert not control & set(tokens[:-1]) and tokens[-1] == tokenizer.token_to_id(named)
+        assert len(tokens) == len(self.TEXT) + 1  # nothing is merged
+        assert line == (
+            f"1 documents, 0 invalid ones skipped; {named} ends 1 of them; "
+            "3 spelled special tokens stayed text (--parse-special-tokens)"
+        )
+
+    def test_they_are_parsed_if_asked(self, tmp_path, capsys):
+        tokenizer = self.write_tokenizer(tmp_path, named="</s>", is_special=True)
+        tokens, line = self.last_line(tmp_path, capsys, parse_special_tokens=True)
+        assert tokens == tokenizer.encode(self.TEXT, add_special_tokens=False).ids
+        assert tokenizer.token_to_id("</s>") in tokens
+        assert "</s> ends 0 of them; 3 spelled special tokens became tokens" in line
+
+
+class TestTrainedTokenizer:
+    def test_it_is_written_beside_the_tokens_and_is_the_one_that_wrote_them(self, tmp_path, capsys):
+        source = write_lines(tmp_path / "x.jsonl", TEXTS)
+        arguments = [
+            "preprocess",
+            "--input",
+            str(source),
+            "--output-prefix",
+            str(tmp_path / "x"),
+            "--append-eod",
+        ]
+        assert main([*arguments, "--train-tokenizer", "400"]) == 0
+        trained = BytePairTokenizer.train(TEXTS, vocabulary_size=400)
+        path = tmp_path / "x_tokenizer.json"
+        assert BytePairTokenizer.load(path).digest() == trained.digest()
+        before = files(tmp_path / "x_text_document")
+        assert main([*arguments, "--tokenizer-model", str(path), "--overwrite"]) == 0
+        assert files(tmp_path / "x_text_document") == before
+        assert DataConfig(data_path=(tmp_path / "x_text_document",), tokenizer_model=path).vocabulary == 400
+        capsys.readouterr()
+        assert main([*arguments, "--train-tokenizer", "400"]) == 2
+        assert "x_tokenizer.json exists: remove it" in capsys.readouterr().err
+
+    def test_a_wrong_size_is_named_and_a_failure_leaves_no_tokenizer(self, tmp_path):
+        source = write_lines(tmp_path / "x.jsonl", [*TEXTS, 3])
+        options = {"input": (str(source),), "output_prefix": tmp_path / "x"}
+        with pytest.raises(SettingError, match="--train-tokenizer 256 must be between 257 and"):
+            PreprocessConfig(**options, train_tokenizer=256)
+        with pytest.raises(SettingError, match=r"give a tokenizer: .* --train-tokenizer"):
+            PreprocessConfig(**options)
+        with pytest.raises(SettingError, match=r"line 11: .* is int"):
+            preprocess(PreprocessConfig(**options, train_tokenizer=300))
+        assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
 class TestInputs:
+    def test_invalid_documents_are_skipped_with_their_lines(self, vocabulary, reference, tmp_path, capsys):
+        lines = ['{"text": "one"}', "{", '{"text": 3}', "", '{"no": ""}', '{"text": "two"}', *["["] * 20]
+        (tmp_path / "x.jsonl").write_text("\n".join(lines))
+        with pytest.raises(
+            SettingError, match=r"line 2: not JSON: .*Nothing is written; --skip-invalid leaves"
+        ):
+            run(vocabulary, tmp_path / "x.jsonl", to=tmp_path / "x")
+        run(vocabulary, tmp_path / "x.jsonl", to=tmp_path / "x", skip_invalid=True)
+        assert files(tmp_path / "x_text_document") == expected(reference, [["one"], ["two"]])
+        said = capsys.readouterr().err
+        assert re.findall(r"^skipped .*x\.jsonl, line (\d+): ", said, re.MULTILINE) == [
+            *("2", "3", "5"), *map(str, range(7, 14))
+        ]  # fmt: skip
+        assert "2 documents, 23 invalid ones skipped; " in said
+
+    def test_an_interrupted_or_failed_command_keeps_the_files_before_it(self, vocabulary, tmp_path):
+        run(vocabulary, write_lines(tmp_path / "x.jsonl", TEXTS), to=tmp_path / "x")
+        before = files(tmp_path / "x_text_document")
+        (tmp_path / "x.jsonl").write_text('{"text": "new"}\n[')
+        with pytest.raises(SettingError, match="line 2"):
+            run(vocabulary, tmp_path / "x.jsonl", to=tmp_path / "x", overwrite=True)
+        assert files(tmp_path / "x_text_document") == before
+
+    def test_a_byte_order_mark_is_no_text(self, vocabulary, reference, tmp_path):
+        (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+        (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "two"}\n')
+        run(vocabulary, tmp_path / "a.txt", tmp_path / "b.jsonl", to=tmp_path / "x")
+        assert files(tmp_path / "x_text_document") == expected(reference, [["one"], ["two"]])
+
+    def test_an_array_is_explained_and_any_legal_json_is_read(self, vocabulary, reference, tmp_path):
+        hint = r"Each line must be one object; `jq -c '\.\[\]' FILE"
+        for content in ('[\n  {"text": "x"}\n]', '[{"text": "x"}]', '{\n  "text": "x"\n}'):
+            (tmp_path / "a.json").write_text(content)
+            with pytest.raises(SettingError, match=rf"a\.json, line 1: .*{hint}"):
+                run(vocabulary, tmp_path / "a.json", to=tmp_path / "a")
+        (tmp_path / "a.json").write_text(f'{{"id": {"9" * 5000}, "x": NaN, "text": "one"}}\n')
+        run(vocabulary, tmp_path / "a.json", to=tmp_path / "a")
+        assert files(tmp_path / "a_text_document") == expected(reference, [["one"]])
+
     @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".parquet"])
     def test_every_format_gives_the_same_files(self, vocabulary, reference, tmp_path, suffix):
         if suffix not in (".jsonl", ".json"):
@@ -201,6 +330,7 @@ class TestInputs:
             (b'{"text": ["a", null]}', '"text" is NoneType, not a string'),
             (b'{"text": "\\ud800"}', '"text" is not valid text: .*surrogates'),
             (b'{"text": "caf\xe9"}', "not JSON: .*utf-8"),
+            (b'{"text": "", "x": ' + b"[" * 99999 + b"]" * 99999 + b"}", "the JSON is nested too deeply"),
         ],
     )
     def test_a_bad_line_is_named_and_nothing_is_left(self, vocabulary, tmp_path, line, message):
