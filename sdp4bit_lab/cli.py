@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sdp4bit import __version__
+from sdp4bit.addresses import install
 from sdp4bit_lab.common.files import shorten_warnings
 from sdp4bit_lab.common.settings import EXIT_SETTING, RunError, SettingError
 
@@ -70,9 +71,7 @@ class Command:
 
         missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
-            raise SettingError(
-                f'`sdp4bit {self.name}` needs {", ".join(missing)}: pip install "sdp4bit[lab]"'
-            )
+            raise SettingError(f"`sdp4bit {self.name}` needs {', '.join(missing)}: {install('lab')}")
         settings, prog = pkgutil.resolve_name(self.settings), f"sdp4bit {self.name}"
         if {"--help", "-h", "--help-all"} & set(options):
             shown = () if "--help-all" in options else self.shown

@@ -158,7 +158,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     """Return the pages of the site, which has been built without a warning."""
     missing = [name for name in NEEDED if find_spec(name.partition(".")[0]) is None]
     if missing:
-        pytest.skip(f'{", ".join(missing)} not installed: pip install "sdp4bit[docs]"')
+        pytest.skip(f"{', '.join(missing)} not installed: make install")
     folder = tmp_path_factory.mktemp("site").resolve()
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(

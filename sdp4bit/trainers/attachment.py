@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from sdp4bit.addresses import install
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
@@ -30,9 +31,7 @@ FOLDER = "sdp4bit"  # folder of the communication state in a trainer's checkpoin
 
 def missing(extra: str, cause: ImportError) -> ImportError:
     """Return the error for a trainer's package that cannot be imported, with the extra to install."""
-    return ImportError(
-        f"sdp4bit.trainers.{extra} cannot import its trainer ({cause}): pip install 'sdp4bit[{extra}]'"
-    )
+    return ImportError(f"sdp4bit.trainers.{extra} cannot import its trainer ({cause}): {install(extra)}")
 
 
 def attach(

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sdp4bit_lab.common.files import note
 from sdp4bit_lab.common.launch.signals import listen, received
-from sdp4bit_lab.common.phases import end_phases, phase
+from sdp4bit_lab.common.phases import end_phases, lasting
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, run_on_all_ranks
 from sdp4bit_lab.common.settings import EXIT_FAILED, SettingError, require
 from sdp4bit_lab.compare.config import CompareConfig
@@ -112,7 +112,7 @@ def merge_comparisons(config: CompareConfig) -> list[FinishedRun]:
 
 
 def _write(report: Report, out: Path) -> None:
-    phase("writing summary.json, table.md and curves.png")
+    lasting("writing summary.json, table.md and curves.png")
     report.write(out)
     end_phases()
 
@@ -121,4 +121,4 @@ def _conclude(report: Report, out: Path, console: Console) -> None:
     _write(report, out)
     # Already wrapped at 80 columns.
     console.print(f"{report.text()}\n\nWrote summary.json, table.md and curves.png to {out}")
-    console.print(f"Next: sdp4bit report {out}")
+    console.print(f"next: sdp4bit report {out}")

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from sdp4bit.addresses import page
 from sdp4bit_lab.common.settings import require, require_at_least
 from sdp4bit_lab.pretrain.data.config import TokenizerConfig
 from sdp4bit_lab.pretrain.data.documents import find_files, read_documents
@@ -58,8 +59,8 @@ class PreprocessConfig(TokenizerConfig):
         require(bool(self.input), "--input: give at least one file")
         require(
             self.has_tokenizer,
-            "give a tokenizer: --vocab-file and --merge-file, or --tokenizer-model; docs/data.md describes "
-            "how to train one",
+            "give a tokenizer: --vocab-file and --merge-file, or --tokenizer-model; to train one: "
+            f"{page('data#preprocessing')}",
         )
         require(
             bool(self.json_keys) and len(set(self.json_keys)) == len(self.json_keys),
