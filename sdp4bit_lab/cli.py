@@ -235,9 +235,9 @@ def _preprocess(config: PreprocessConfig) -> int:
     "plan",
     summary="predict the gain on a cluster",
     settings="sdp4bit_lab.plan.config:PlanConfig",
-    packages=("tyro", "rich", *_CONFIG_FILE),
+    packages=("tyro", "rich", "matplotlib", *_CONFIG_FILE),
     shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
-    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json""",
+    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json plot""",
 )
 def _plan(config: PlanConfig) -> int:
     """Predict the gain of quantized communication on a cluster: bytes, step time, memory and a

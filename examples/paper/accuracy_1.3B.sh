@@ -5,6 +5,7 @@
 # 80,000 steps of 256 sequences of The Pile. --strategy selects a column of the table: baseline, qw, qwd,
 # tlq, tlq-hs or sdp4bit-paper (the paper's method and the default), or ulq of figure 5.
 # The same command again continues from the last checkpoint.
+# The micro batch is 4, as in the reference implementation's script; its README has 2.
 # Fits up to 64 GPUs. examples/paper/the_pile.sh prepares the data.
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")

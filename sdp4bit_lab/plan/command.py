@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from sdp4bit.traffic import format_bytes
-from sdp4bit_lab.common.files import aligned, wrapped
+from sdp4bit_lab.common.files import aligned, note, wrapped
 from sdp4bit_lab.plan.config import ClusterConfig, PlanConfig
 from sdp4bit_lab.plan.costs import Cluster, StepCost
 from sdp4bit_lab.plan.devices import MEMORY_SHARE
@@ -30,13 +30,18 @@ _OVERLAPS = {
 
 
 def run_plan(config: PlanConfig) -> int:
-    """Print the plan; return 0."""
+    """Print the plan, and draw it if asked; return 0."""
     cluster = config.cluster.resolve(model=config.model_name)
     plan = config.plan(cluster)
     if config.json:
         sys.stdout.write(json.dumps(plan_json(config, cluster, plan), indent=2, allow_nan=False) + "\n")
     else:
         Console().print(plan_text(config, cluster, plan), highlight=False, markup=False, soft_wrap=True)
+    if config.plot is not None:
+        from sdp4bit_lab.plan.chart import draw_gains  # imports matplotlib, which takes a second
+
+        draw_gains(config, cluster, config.plot)
+        note(f"drew the gain over the link rate into {config.plot}")
     return 0
 
 

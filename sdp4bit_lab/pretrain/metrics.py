@@ -114,6 +114,8 @@ class MetricsWriter:
                     self._spikes.observe(event["step"], math.nan if norm is None else norm)
             write_atomically(self._log, "".join(json.dumps(event) + "\n" for event in earlier))
             self._lines = self._log.open("a", encoding="utf-8")
+            if first_step:
+                self._write_line("resume", {"step": first_step})
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._since_line: list[StepMetrics] = []
         self._steps_after = steps_after
@@ -257,7 +259,8 @@ def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: b
         except ValueError:
             # The run was killed while it wrote this line.
             continue
-        is_repeated = validation_due and (event["event"], event["step"]) == ("validation", first_step)
+        again = ("validation", "resume") if validation_due else ("resume",)
+        is_repeated = event["event"] in again and event["step"] == first_step
         if event["step"] <= first_step and not is_repeated:
             events.append(event)
     return events

@@ -29,7 +29,8 @@ def test_jobs_have_the_results_of_one_after_another_and_outlive_one_that_fails(t
     short = [*COMPARE, "--train-iters", "3", "--out"]
     code, output = outcome_of([*short, str(tmp_path / "one")])
     assert code == 0, output
-    assert output.count("writing summary.json") == 2  # after each run
+    assert output.count("summary.json, table.md and curves.png") == 1
+    assert output.endswith(f"next: sdp4bit report {tmp_path / 'one'}\n")
     obstacle = tmp_path / "two" / "sdp4bit-seed1"
     obstacle.parent.mkdir()
     obstacle.touch()
