@@ -51,7 +51,7 @@ def test_a_run_ends_with_what_it_has_measured_and_how_to_go_on(text, tmp_path):
     assert "fewer than plain" not in saved[-5]
     # One of several leaves that to the command that trains them, and every line names the run.
     assert all(line.startswith(f"[qwd {run.seed}] ") for line in one)
-    assert one[0].endswith(": run 1 of 6")
+    assert one[0].endswith("] run 1 of 6")
     assert one[1].endswith(", same as strategy qwd") and "same as" not in alone[1]
     assert "intra-node" in one[-1]
     assert alone[0] == f"sdp4bit: writes to {tmp_path / 'out'}"
