@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import subprocess
@@ -30,8 +31,11 @@ PAGES = {
 def on_config(config: Any, **_: Any) -> Any:
     """Show version and repository in the header.
 
-    The repository is the one that this checkout was cloned from, if it is public.
+    The repository is the one that this checkout was cloned from, if it is public. If mike builds the site, the
+    header has a list of versions.
     """
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike"}
     source = (ROOT / "sdp4bit" / "config.py").read_text(encoding="utf-8")
     version = re.search(r'^VERSION = "(.*)"$', source, re.MULTILINE)
     assert version is not None, "sdp4bit/config.py has no VERSION"
