@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,8 @@ PAGES = {
 def on_config(config: Any, **_: Any) -> Any:
     """Show version and repository in the header.
 
-    The repository is the one that this checkout was cloned from, if it is public. If mike builds the site, the
-    header has a list of versions.
+    The repository is the one that this checkout was cloned from, if it is public. If mike builds the site,
+    the header has a list of versions.
     """
     if "MIKE_DOCS_VERSION" in os.environ:
         config.extra["version"] = {"provider": "mike"}
@@ -95,6 +97,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
     def included(found: re.Match[str]) -> str:
         text = (ROOT / found[1]).read_text(encoding="utf-8")
+        if found[1].endswith(".ipynb"):
+            return "\n\n".join(_cells(text))
         text = re.sub(r"^(?=#+ )", "#", text, flags=re.MULTILINE) if is_a_part else text
         return moved(text, posixpath.dirname(found[1]))
 
@@ -105,6 +109,19 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         buttons[0] = buttons[0].replace(".md-button", ".md-button .md-button--primary")
         text = "\n\n".join([title, tagline, "\n".join(buttons), rest])
     return text
+
+
+def _cells(notebook: str) -> Iterator[str]:
+    """Yield the cells of a notebook and their outputs as Markdown."""
+    for cell in json.loads(notebook)["cells"]:
+        text = "".join(cell["source"])
+        yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+        for output in cell.get("outputs", ()):
+            if output["output_type"] == "stream":
+                yield f"```text\n{''.join(output['text'])}```"
+            else:
+                png = output["data"]["image/png"]
+                yield f'<img alt="drawn by the code above" src="data:image/png;base64,{png}">'
 
 
 def _link_to(path: str, found: re.Match[str], *, up: str, url: str, homes: dict[str, str]) -> str:

@@ -135,7 +135,7 @@ def _plots(runs: Sequence[Run]) -> list[Plot]:
         for run in runs
     ]
     every = "Sent by all ranks in each step."
-    marks = " Dotted lines: continued from a checkpoint." * any(run.resumes for run in runs)
+    marks = " Dotted lines: resumed." * any(run.resumes for run in runs)
     plots = [
         Plot("Training loss", "Nats per token. Faint: single steps.", loss, is_smoothed=True),
         Plot("Validation loss", "Nats per token.", validation, has_points=True),
