@@ -32,7 +32,7 @@ UNRESOLVED := ai2-olmo-core boto3 botocore cached-path s3transfer
 UNRESOLVED += addict axolotl colorama flashoptim megatron-fsdp nemo-automodel torchtitan
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-unit test-slow test-ecosystem gpu-report test-torch test-pytorch check format clean
+.PHONY: help install demo docs dist test test-unit test-slow test-ecosystem gpu-report test-torch test-pytorch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ demo: $(STAMP) ## train a small GPT with and without 4-bit communication, into r
 docs: $(STAMP) ## build the documentation site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'open build/site/index.html'
+
+dist: $(STAMP) ## build the wheel and the sdist, into dist
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python $(PYTEST)

@@ -137,7 +137,7 @@ def memory_table(result: dict[str, Any]) -> str:
         hybrid = "-"
         if row["hsdp"] is not None:
             nodes = row["hsdp_nodes"]
-            hybrid = gigabytes(sum(row["hsdp"].values())) + (f" (over {nodes} nodes)" if nodes > 1 else "")
+            hybrid = gigabytes(sum(row["hsdp"].values())) + (f" ({nodes} nodes)" if nodes > 1 else "")
         total = gigabytes(sum(ours.values()))
         rows.append(
             [
@@ -148,7 +148,7 @@ def memory_table(result: dict[str, Any]) -> str:
                 *(gigabytes(ours[part]) for part in ("replica", "buffers", "communicators")),
             ]
         )
-    titles = ["model", "nodes", "FSDP2", "HSDP", "sdp4bit", "shards", "replica", "buffers", "communicators"]
+    titles = ["model", "nodes", "FSDP2", "HSDP", "sdp4bit", "shards", "replica", "buffers", "comm."]
     return table(titles, rows)
 
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/lora_trl.py --four-bit
 
 Two ranks represent two nodes: `topology=1` says so. On a cluster leave it out. The second command is QLoRA:
-bitsandbytes packs the frozen weights. Needs pip install 'sdp4bit[hf]' trl peft datasets, and bitsandbytes.
+bitsandbytes packs the frozen weights. Needs pip install '.[hf]' trl peft datasets, and bitsandbytes.
 """
 
 import sys

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sdp4bit import __version__
+from sdp4bit.addresses import install
 from sdp4bit_lab.common.files import shorten_warnings
 from sdp4bit_lab.common.settings import EXIT_SETTING, SettingError
 
@@ -69,9 +70,7 @@ class Command:
 
         missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
-            raise SettingError(
-                f'`sdp4bit {self.name}` needs {", ".join(missing)}: pip install "sdp4bit[lab]"'
-            )
+            raise SettingError(f"`sdp4bit {self.name}` needs {', '.join(missing)}: {install('lab')}")
         settings, prog = pkgutil.resolve_name(self.settings), f"sdp4bit {self.name}"
         if {"--help", "-h", "--help-all"} & set(options):
             self._print_help(settings, prog=prog, shown=() if "--help-all" in options else self.shown)
@@ -241,9 +240,9 @@ def _preprocess(config: PreprocessConfig) -> int:
     "plan",
     summary="predict the gain on a cluster",
     settings="sdp4bit_lab.plan.config:PlanConfig",
-    packages=("tyro", "rich", *_CONFIG_FILE),
+    packages=("tyro", "rich", "matplotlib", *_CONFIG_FILE),
     shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
-    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json""",
+    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json plot""",
 )
 def _plan(config: PlanConfig) -> int:
     """Predict the gain of quantized communication on a cluster: bytes, step time, memory and a

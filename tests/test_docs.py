@@ -5,8 +5,11 @@ Layer: files; one process builds the site."""
 from __future__ import annotations
 
 import ast
+import inspect
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +19,8 @@ from html.parser import HTMLParser
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from urllib.parse import unquote, urlsplit
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
@@ -26,6 +30,17 @@ from tests import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FIRST_HITS = {
+    "DDP": "ddp",
+    "OOM": "troubleshooting",
+    "disable": "install",
+    "error": "troubleshooting",
+    "how to install": "install",
+    "run the tests": "install",
+    "uninstall": "install",
+}
+"""Pages that a search finds first."""
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 """Attributes whose targets a browser loads by itself."""
 INCLUDED = re.compile(r"<!-- include (\S+) -->")
@@ -79,14 +94,19 @@ def test_links_between_files_lead_somewhere(page: Path) -> None:
             assert parts.fragment in anchors(file.resolve()), f"{page.name}: {target}"
 
 
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    """Return the hooks of the site."""
-    spec = spec_from_file_location("hooks", ROOT / "docs" / "site" / "hooks.py")
+def script(name: str) -> ModuleType:
+    """Return a program of the site as a module."""
+    spec = spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """Return the hooks of the site."""
+    return script("hooks")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +147,59 @@ def test_a_page_contains_the_tables_that_it_includes(hooks: ModuleType) -> None:
         == "[c](../method.md#x) f[d](method.md)"
     )
     assert shown("lora.md", "[e](../examples/lora_trl.py)") == "e"
-    assert shown("index.md", "<!-- include README.md -->").startswith("# sdp4bit")
+    home = shown("index.md", "<!-- include README.md -->")
+    assert home.startswith("# sdp4bit\n") and "\n[Tutorial](tutorial.md){ .md-button " in home
+    assert shown("a.md", "# A\n<!-- github only -->\n`make docs`\n<!-- site -->\nB\n") == "# A\nB\n"
+    notebook = shown("notebook.md", "<!-- include docs/method.ipynb -->")
+    assert "\n## Two levels\n" in notebook and notebook.count("data:image/png;base64,") == 5
+
+
+def test_only_a_versioned_site_has_a_list_of_versions(
+    hooks: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its list is a file that mike writes beside the versions."""
+    for version, expected in ((None, {}), ("0.2.0", {"version": {"provider": "mike"}})):
+        if version is not None:
+            monkeypatch.setenv("MIKE_DOCS_VERSION", version)
+        config = SimpleNamespace(
+            site_name="name", repo_url="https://example.com/a/b", repo_name="b", extra={}
+        )
+        hooks.on_config(config)
+        assert config.extra == expected
+
+
+def test_signatures_in_pages_are_those_of_the_code() -> None:
+    found = {}
+    for page, function in (
+        ("fsdp2", sdp4bit.quantize_communication),
+        ("ddp", sdp4bit.DDPCommState),
+        ("megatron", sdp4bit.megatron.quantize_communication),
+    ):
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        (found[page],) = re.findall(rf"^`{function.__name__}(\(.*\))`", text, re.MULTILINE)
+        signature = inspect.signature(function)
+        parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
+        assert found[page] == str(plain).replace("'", '"'), page
+
+
+def test_the_picture_of_a_step_is_the_one_that_its_program_draws() -> None:
+    assert (ROOT / "docs/images/architecture.svg").read_text() == script("architecture").picture()
+
+
+@pytest.mark.slow
+def test_the_notebook_prints_what_it_shows() -> None:
+    notebook = json.loads((ROOT / "docs/method.ipynb").read_text(encoding="utf-8"))
+
+    def outputs(cells: list[dict[str, Any]]) -> list[str]:
+        # The last digits depend on the kind of CPU.
+        return [
+            re.sub(r"\d+\.\d+", "#", "".join(output.get("text", ["figure"])))
+            for cell in cells
+            for output in cell.get("outputs", ())
+        ]
+
+    assert outputs(script("notebook").executed(notebook)["cells"]) == outputs(notebook["cells"])
 
 
 @dataclass
@@ -158,7 +230,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     """Return the pages of the site, which has been built without a warning."""
     missing = [name for name in NEEDED if find_spec(name.partition(".")[0]) is None]
     if missing:
-        pytest.skip(f'{", ".join(missing)} not installed: pip install "sdp4bit[docs]"')
+        pytest.skip(f"{', '.join(missing)} not installed: make install")
     folder = tmp_path_factory.mktemp("site").resolve()
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(
@@ -209,3 +281,30 @@ def test_lists_and_tables_are_drawn_and_every_public_name_is_in_the_reference(si
     names |= {f"sdp4bit.megatron.{name}" for name in sdp4bit.megatron.__all__}
     names |= {f"sdp4bit.collectives.{name}" for name in sdp4bit.collectives.__all__}
     assert names <= ids, names - ids
+
+
+def dom(page: Path, query: str, profile: Path) -> str:
+    """Return a page of the site after its scripts have run, in a browser that loads it from the disk."""
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=15000")
+    command = [str(BROWSER), *options, f"--user-data-dir={profile}", f"{page.as_uri()}{query}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium or Chrome")
+def test_a_search_finds_the_right_page_first(site: dict[Path, Page], tmp_path: Path) -> None:
+    home = min((path for path in site if path.name == "index.html"), key=lambda path: len(path.parts))
+    found = {}
+    for words in FIRST_HITS:
+        text = dom(home, f"?q={quote(words)}", tmp_path)
+        links = re.findall(r'<a href="[^"]*/([\w-]+)\.html[^"]*" class="md-search-result__link"', text)
+        found[words] = links[0] if links else None
+    assert found == FIRST_HITS
+
+
+@pytest.mark.slow
+def test_options_are_not_broken_and_no_page_is_for_readers_of_the_files(site: dict[Path, Page]) -> None:
+    for page in site.values():
+        text = page.path.read_text(encoding="utf-8")
+        assert "<code>--" not in text, page.path.name
+        assert "fills in the docstrings" not in text and "github only" not in text, page.path.name

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import posixpath
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,11 @@ DOCS = ROOT / "docs"
 INCLUDE = re.compile(r"^<!-- include (\S+) -->$", re.MULTILINE)
 """A line of a page that represents a file of the repository."""
 LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+FOR_GITHUB = re.compile(r"<!-- github only -->\n.*?<!-- site -->\n", re.DOTALL)
+"""Lines for readers of the files, such as how to build this site."""
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+BUTTONS = (("Tutorial", "tutorial"), ("Install", "install"), ("Plan your cluster", "planning"))
+"""Links at the top of the home page."""
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -25,8 +33,11 @@ PAGES = {
 def on_config(config: Any, **_: Any) -> Any:
     """Show version and repository in the header.
 
-    The repository is the one that this checkout was cloned from, if it is public.
+    The repository is the one that this checkout was cloned from, if it is public. If mike builds the site,
+    the header has a list of versions.
     """
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike"}
     source = (ROOT / "sdp4bit" / "config.py").read_text(encoding="utf-8")
     version = re.search(r'^VERSION = "(.*)"$', source, re.MULTILINE)
     assert version is not None, "sdp4bit/config.py has no VERSION"
@@ -86,10 +97,31 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
     def included(found: re.Match[str]) -> str:
         text = (ROOT / found[1]).read_text(encoding="utf-8")
+        if found[1].endswith(".ipynb"):
+            return "\n\n".join(_cells(text))
         text = re.sub(r"^(?=#+ )", "#", text, flags=re.MULTILINE) if is_a_part else text
         return moved(text, posixpath.dirname(found[1]))
 
-    return INCLUDE.sub(included, moved(markdown, here))
+    text = INCLUDE.sub(included, moved(FOR_GITHUB.sub("", markdown), here))
+    if page.file.src_uri == "index.md":
+        title, tagline, rest = text.split("\n\n", 2)
+        buttons = [f"[{name}]({target}.md){{ .md-button }}" for name, target in BUTTONS]
+        buttons[0] = buttons[0].replace(".md-button", ".md-button .md-button--primary")
+        text = "\n\n".join([title, tagline, "\n".join(buttons), rest])
+    return text
+
+
+def _cells(notebook: str) -> Iterator[str]:
+    """Yield the cells of a notebook and their outputs as Markdown."""
+    for cell in json.loads(notebook)["cells"]:
+        text = "".join(cell["source"])
+        yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+        for output in cell.get("outputs", ()):
+            if output["output_type"] == "stream":
+                yield f"```text\n{''.join(output['text'])}```"
+            else:
+                png = output["data"]["image/png"]
+                yield f'<img alt="drawn by the code above" src="data:image/png;base64,{png}">'
 
 
 def _link_to(path: str, found: re.Match[str], *, up: str, url: str, homes: dict[str, str]) -> str:
@@ -104,8 +136,15 @@ def _link_to(path: str, found: re.Match[str], *, up: str, url: str, homes: dict[
     return f"{is_image}[{text}]({up}{inside}{anchor})"
 
 
-def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Link the pages that docstrings name as docs/NAME.md, and drop the roles of names."""
+def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
+    """Keep options on one line. In the reference, link the pages that docstrings name, and drop roles."""
+    if boost := config.extra["boosts"].get(page.file.src_uri):
+        page.meta["search"] = {"boost": boost}
+    html = re.sub(
+        r"<code>[^<]*</code>",
+        lambda found: OPTION.sub(r'<span class="option">\g<0></span>', found[0]),
+        html,
+    )
     if not page.file.src_uri.startswith("reference/"):
         return html
     html = re.sub(r":(?:class|func|meth):(?=<code>)", "", html)

@@ -8,7 +8,8 @@
 # baseline, qw, qwd, tlq or tlq-hs, or ulq of figure 5. --strategy sdp4bit adds dither.
 #
 # accuracy (table 1, for 6.7B figures 1 and 9; appendix D): 125M, 350M, 1.3B or 6.7B. 80,000 steps of 256
-# sequences of The Pile, which the_pile.sh prepares, on at most 32, 32, 64 or 128 GPUs. The same command again
+# sequences of The Pile, which the_pile.sh prepares, on at most 32, 32, 64 or 128 GPUs. The micro batch of 1.3B
+# is 4, as in the reference's script; its README has 2. The same command again
 # continues from the last checkpoint.
 #
 # speed-a100 and speed-h800 (table 2, layouts in table 8): 1.3B, 2.7B, 6.7B, 13B or 18B. 16 nodes of 4 or 8 GPUs,

@@ -4,7 +4,7 @@
 #   examples/paper/the_pile.sh FOLDER [FILES]
 #
 # Needs access to the Hugging Face hub, several hundred GB of disk for the
-# download, as much again for the result (2 bytes a token), and `pip install "sdp4bit[data,lab]"`. FILES limits
+# download, as much again for the result (2 bytes a token), and `pip install ".[data,lab]"`. FILES limits
 # the download to the files whose names match, such as 'data/train-0000*.parquet' for a first try.
 #
 # Interrupted downloads go on where they were; preprocessing starts anew and leaves no half files. Train on the

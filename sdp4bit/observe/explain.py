@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
+from sdp4bit.addresses import page
 from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.pieces import is_long_enough
 from sdp4bit.collectives.pipeline import pipeline_chunks
@@ -128,7 +129,7 @@ def one_hop_note(layouts: Iterable[Nodes]) -> str:
     else:
         advice = (
             f'Attach with topology=("auto", {inside}), or (ranks per node, {inside}): blocks of {inside} '
-            f"nodes send {inside - 1} + {nodes // inside - 1} messages and round once more (docs/method.md)"
+            f"nodes send {inside - 1} + {nodes // inside - 1} messages and round once more ({page('method')})"
         )
     return (
         f"{nodes} nodes reduce gradients in one hop between nodes, with {nodes - 1} messages per rank and "

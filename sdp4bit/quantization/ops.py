@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sdp4bit.addresses import install
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
@@ -56,7 +57,7 @@ def _load(name: str) -> ModuleType:
     if name not in _loaded:
         if not _is_available(name):
             raise ModuleNotFoundError(
-                f'the back end {name!r} needs the package {name}: pip install "sdp4bit[{_EXTRA[name]}]"',
+                f"the back end {name!r} needs the package {name}: {install(_EXTRA[name])}",
                 name=name,
             )
         # On import numba starts its threads, which changes torch's number of threads if both share OpenMP.
@@ -74,7 +75,7 @@ def _automatic_backend(device_type: str) -> ModuleType:
         if name is not None and _is_available(name):
             _loaded[key] = _load(name)
         else:
-            wanted = "" if name is None else f'; install them with `pip install "sdp4bit[{_EXTRA[name]}]"`'
+            wanted = "" if name is None else f"; install them: {install(_EXTRA[name])}"
             _warn_on_host(
                 f"no fast kernels for {device_type} tensors, using the plain PyTorch reference, "
                 f"which is many times slower{wanted}"

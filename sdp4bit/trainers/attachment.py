@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from sdp4bit.addresses import install
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
@@ -36,9 +37,7 @@ FOLDER = "sdp4bit"  # folder of the communication state in a trainer's checkpoin
 
 def missing(extra: str, cause: ImportError) -> ImportError:
     """Return the error for a trainer's package that cannot be imported, with the extra to install."""
-    return ImportError(
-        f"sdp4bit.trainers.{extra} cannot import its trainer ({cause}): pip install 'sdp4bit[{extra}]'"
-    )
+    return ImportError(f"sdp4bit.trainers.{extra} cannot import its trainer ({cause}): {install(extra)}")
 
 
 def attach(

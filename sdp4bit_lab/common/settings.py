@@ -46,7 +46,8 @@ def require_folder(path: Path, *, flag: str = "", remedy: str = "") -> None:
         flag: option that gave the path.
         remedy: sentence that follows.
     """
-    require(path.is_dir(), f"{flag} {path}: no such folder".lstrip() + f". {remedy}" * bool(remedy))
+    problem = "not a folder" if path.exists() else "no such folder"
+    require(path.is_dir(), f"{flag} {path}: {problem}".lstrip() + f". {remedy}" * bool(remedy))
 
 
 def require_at_least(minimum: float, settings: object, *names: str) -> None:

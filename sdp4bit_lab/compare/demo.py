@@ -55,7 +55,7 @@ def _demo(config: DemoConfig) -> int:
     end_progress()
     table, conditions = times.text()
     console().print(f"\n{table}", style="bold")
-    console().print(f"{conditions}\n\nWrote {written} to {config.out}\nNext: sdp4bit report {config.out}")
+    console().print(f"{conditions}\n\nWrote {written} to {config.out}\nnext: sdp4bit report {config.out}")
     return 0
 
 

@@ -138,4 +138,4 @@ def _conclude(report: Report, out: Path) -> None:
     _write(report, out)
     console().print(report.text())  # already wrapped at 80 columns
     if report.command == "compare":
-        console().print(f"\nWrote summary.json, table.md and curves.png to {out}\nNext: sdp4bit report {out}")
+        console().print(f"\nWrote summary.json, table.md and curves.png to {out}\nnext: sdp4bit report {out}")

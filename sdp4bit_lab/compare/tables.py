@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from sdp4bit.addresses import page
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import aligned, wrapped, write_atomically
 from sdp4bit_lab.compare.config import DEFAULT_BASELINE
@@ -156,7 +157,7 @@ class Report:
         tables = [
             ("", losses),
             (f"Validation loss minus that of {self.baseline} with the same seeds:", differences),
-            ("Bytes per step of all ranks (docs/telemetry.md: why your ratio differs):", costs),
+            (f"Bytes per step of all ranks ({page('telemetry#why-your-ratio-differs')}):", costs),
         ]
         return [(caption, table) for caption, table in tables if table[1:]]
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sdp4bit.traffic import format_bytes
-from sdp4bit_lab.common.files import aligned, wrapped
+from sdp4bit_lab.common.files import aligned, note, wrapped
 from sdp4bit_lab.common.progress import console
 from sdp4bit_lab.plan.config import ClusterConfig, PlanConfig
 from sdp4bit_lab.plan.costs import Cluster, StepCost
@@ -29,13 +29,18 @@ _OVERLAPS = {
 
 
 def run_plan(config: PlanConfig) -> int:
-    """Print the plan; return 0."""
+    """Print the plan, and draw it if asked; return 0."""
     cluster = config.cluster.resolve(model=config.model_name)
     plan = config.plan(cluster)
     if config.json:
         sys.stdout.write(json.dumps(plan_json(config, cluster, plan), indent=2, allow_nan=False) + "\n")
     else:
         console().print(plan_text(config, cluster, plan))
+    if config.plot is not None:
+        from sdp4bit_lab.plan.chart import draw_gains  # imports matplotlib, which takes a second
+
+        draw_gains(config, cluster, config.plot)
+        note(f"drew the gain over the link rate into {config.plot}")
     return 0
 
 

@@ -187,6 +187,8 @@ class PlanConfig:
     """Freeze the model and train LoRA adapters of this rank on all matrices of the blocks (FSDP2)."""
     json: bool = False
     """Print JSON instead of text."""
+    plot: Path | None = None
+    """Also draw the gain over the rate of the link, as a PNG."""
     model: PlanModelConfig = field(default_factory=PlanModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     layout: ParallelLayout = field(default_factory=ParallelLayout)
@@ -194,6 +196,10 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "lora_rank")
+        require(
+            self.plot is None or self.plot.suffix == ".png",
+            f"--plot {self.plot}: give a file whose name ends in .png",
+        )
         require(
             self.lora_rank is None or (self.layout.engine == "fsdp2" and self.layout.tensor_parallel == 1),
             "--lora-rank supports FSDP2 without tensor parallelism: remove --tp and --engine",

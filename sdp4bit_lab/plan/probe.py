@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from sdp4bit.addresses import page
 from sdp4bit.collectives.exchange import start_all_to_all
 from sdp4bit.collectives.topology import Topology, create_topology, destroy_topology, host_name
 from sdp4bit.config import GradientConfig
@@ -238,5 +239,6 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
         )
     if nodes > measured["hosts"]:
         lines.append(f"note: {nodes} nodes on {measured['hosts']} host, without a network between them")
-    lines.append(f"next: sdp4bit plan --probe {out} --device-tflops X (docs/planning.md: how to measure X)")
+    how = page("planning#your-cluster")
+    lines.append(f"next: sdp4bit plan --probe {out} --device-tflops X; to measure X: {how}")
     return wrapped(lines)

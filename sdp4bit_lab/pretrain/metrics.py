@@ -80,7 +80,7 @@ class MetricsWriter:
         self,
         config: LoggingConfig,
         *,
-        description: str,
+        prefix: str,
         steps: int,
         first_step: int,
         validation_due: bool = False,
@@ -90,6 +90,7 @@ class MetricsWriter:
         """Open the outputs; a resumed run drops the events of steps after its start.
 
         Args:
+            prefix: beginning of every line.
             first_step: number of completed steps.
             validation_due: whether the validation after them is still due, and an earlier record of it is
             dropped.
@@ -97,7 +98,7 @@ class MetricsWriter:
         """
         self._config = config
         self._steps = steps
-        self._description = description
+        self._prefix = prefix
         self._console = console or progress.console()
         self._spikes = SpikeDetector()
         self.failure: str | None = None
@@ -112,6 +113,8 @@ class MetricsWriter:
                     self._spikes.observe(event["step"], math.nan if norm is None else norm)
             write_atomically(self._log, "".join(json.dumps(event) + "\n" for event in earlier))
             self._lines = self._log.open("a", encoding="utf-8")
+            if first_step:
+                self._write_line("resume", {"step": first_step})
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._since_line: list[StepMetrics] = []
         self._steps_after = steps_after
@@ -122,7 +125,7 @@ class MetricsWriter:
         if self._lines is not None:
             self._attempt(self._lines.close, path=self._log)
         if self._tensorboard is not None:
-            self._attempt(self._tensorboard.close, path=_events_folder(self._config))
+            self._attempt(self._tensorboard.close, path=events_folder(self._config))
 
     def _attempt(self, write: Callable[[], object], *, path: Path) -> None:
         """Write, and note a failure for the ranks to agree on: this one alone must not leave the run."""
@@ -172,8 +175,8 @@ class MetricsWriter:
         self.say(f"step {metrics.step}/{self._steps}  {event} loss {metrics.loss:.4f}")
 
     def say(self, message: str) -> None:
-        """Print a line prefixed with the run's description."""
-        self._console.print(f"{self._description}: {message}", highlight=False, markup=False, soft_wrap=True)
+        """Print a line after the prefix of the run."""
+        self._console.print(f"{self._prefix} {message}", highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, last: StepMetrics) -> str:
         """Format the means of the steps since the last line, with more of them on 140 columns."""
@@ -228,7 +231,7 @@ class MetricsWriter:
             for name, value in values.items():
                 if isinstance(value, int | float):  # reasons of refreshes are text
                     add = partial(self._tensorboard.add_scalar, f"{event}/{name}", value, step)
-                    self._attempt(add, path=_events_folder(self._config))
+                    self._attempt(add, path=events_folder(self._config))
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
@@ -251,7 +254,8 @@ def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: b
         except ValueError:
             # The run was killed while it wrote this line.
             continue
-        is_repeated = validation_due and (event["event"], event["step"]) == ("validation", first_step)
+        again = ("validation", "resume") if validation_due else ("resume",)
+        is_repeated = event["event"] in again and event["step"] == first_step
         if event["step"] <= first_step and not is_repeated:
             events.append(event)
     return events
@@ -264,10 +268,11 @@ def _tensorboard_writer(config: LoggingConfig, *, first_step: int) -> SummaryWri
 
     # Its thread keeps an error for the next call, which `MetricsWriter` reports.
     threading.excepthook = partial(_report_error_of_thread, threading.excepthook)
-    return SummaryWriter(str(_events_folder(config)), purge_step=first_step + 1)
+    return SummaryWriter(str(events_folder(config)), purge_step=first_step + 1)
 
 
-def _events_folder(config: LoggingConfig) -> Path:
+def events_folder(config: LoggingConfig) -> Path:
+    """Return the folder of TensorBoard's events."""
     return config.tensorboard_dir or config.folder / "tensorboard"
 
 

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 import sdp4bit
+from sdp4bit.addresses import page
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.command_line import continuing_command
 from sdp4bit_lab.common.files import write_atomically
@@ -30,7 +31,7 @@ from sdp4bit_lab.pretrain.config.same_settings import check_same_settings
 from sdp4bit_lab.pretrain.config.training import Precision
 from sdp4bit_lab.pretrain.data.batches import Batches, prepare_dataset
 from sdp4bit_lab.pretrain.loop import TrainingLoop
-from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics, compression_ratio
+from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics, compression_ratio, events_folder
 from sdp4bit_lab.pretrain.model.gpt import GPT
 from sdp4bit_lab.pretrain.run_folder import with_folder
 from sdp4bit_lab.pretrain.step.optimizer import build_optimizer
@@ -365,13 +366,11 @@ def _describe_result(run: Run) -> list[str]:
         if result.strategy != "baseline"
         else ""
     )
-    why = ["why your ratio differs: docs/telemetry.md"] if fewer else []
     return [
         f"{steps} steps in {result.seconds:.1f} s, median {1000 * result.step_seconds:.1f} ms; "
         + ", ".join(losses),
         f"inter-node: {format_bytes(result.inter_bytes_per_step)} per step, "
         f"{format_bytes(sent)} in total{fewer}",
-        *why,
         f"intra-node: {format_bytes(result.intra_bytes_per_step)} per step",
     ]
 
@@ -379,11 +378,15 @@ def _describe_result(run: Run) -> list[str]:
 def _describe_next(run: Run) -> list[str]:
     result, logging, save = run.result, run.config.logging, run.config.checkpoint.save
     lines = []
+    if result.steps and result.strategy != "baseline":
+        lines.append(f"about the ratio: {page('telemetry#why-your-ratio-differs')}")
     if result.steps and result.stopped is None:
         saved = "none (--save was not given)" if save is None else f"{save}, step {run.loop.progress.step}"
         lines.append(f"checkpoint: {saved}")
     if result.steps and logging.jsonl:
         lines.append(f"next: sdp4bit report {logging.folder}")
+    if result.steps and logging.tensorboard:
+        lines.append(f"next: tensorboard --logdir {events_folder(logging)}")
     if result.steps and result.stopped is not None and save is not None:
         lines.append(f"continue: {_continuing_command(run.config.checkpoint)}")
     return lines
@@ -425,7 +428,8 @@ def _open_writer(
         write_settings(config, label=run.result.strategy, ranks=ranks)
     return MetricsWriter(
         logging,
-        description=run.result.strategy + (f", seed {config.seed}" if part else ""),
+        # Unlike "sdp4bit:", which begins the lines of the program.
+        prefix=f"[{run.result.strategy} {config.seed}]" if part else f"{run.result.strategy}:",
         steps=config.training.steps,
         steps_after=steps_after,
         first_step=progress.step,

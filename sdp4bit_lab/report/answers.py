@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from markupsafe import Markup
 
+from sdp4bit.addresses import page
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.compare.paired import PairedDifference, interval_text, paired_difference, signed
 from sdp4bit_lab.report.runs import Run
@@ -16,9 +18,6 @@ from sdp4bit_lab.report.runs import Run
 LARGEST_LIST = 6
 """Sentences of an answer; the tables have the rest."""
 _SAVINGS = "How many bytes are saved?"
-_WHY_RATIOS_DIFFER = (
-    "Ratios depend on nodes, gathers and micro-batches (docs/telemetry.md: why your ratio differs)."
-)
 LARGE_PERCENT = 1.0
 """Significant increase of the loss above which the answer is marked as bad."""
 _SIGNIFICANCE: dict[str | None, str] = {
@@ -138,7 +137,14 @@ def _savings(runs: Sequence[Run]) -> Answer:
     if not sentences:
         nothing = ["None: no run sent fewer bytes than plain FSDP2."]
         return Answer(question=_SAVINGS, mood="open", sentences=nothing)
-    return Answer(question=_SAVINGS, mood="good", sentences=[*_shortened(sentences), _WHY_RATIOS_DIFFER])
+    return Answer(question=_SAVINGS, mood="good", sentences=[*_shortened(sentences), _why_ratios_differ()])
+
+
+def _why_ratios_differ() -> str:
+    where = page("telemetry#why-your-ratio-differs")
+    # A file of the repository, which lies elsewhere than the page, is text.
+    link = Markup('<a href="{}">why yours differs</a>').format(where) if "://" in where else where
+    return Markup("Ratios depend on nodes, gathers and micro-batches ({}).").format(link)
 
 
 def _speed(runs: Sequence[Run], baselines: Sequence[Run]) -> str:

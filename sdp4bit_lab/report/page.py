@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from importlib import resources
@@ -31,7 +32,11 @@ DASHES = {"solid": "", "dash": "7 3", "dot": "2 2.5", "dashdot": "8 3 2 3"}
 MOST_POINTS = 6_000
 """Points of all curves of a plot together."""
 MOST_MARKERS = 30
-"""Longest curve that has markers, without which isolated points would be invisible."""
+"""Most validations of a run that are drawn as points."""
+MOST_RESUMES = 50
+"""Marks of a run in a plot."""
+MOST_GROUPS = 60
+"""Parameter groups with the most bytes that are drawn."""
 MOST_ALERTS = 200
 FINAL_STEPS = 20
 """Steps averaged for the training loss of the table, as in summary.json."""
@@ -51,12 +56,24 @@ class Plot(NamedTuple):
     """Whether to draw a smoothed line over faint values."""
     unit: str = ""
     """Unit of the values, which get SI prefixes and an axis from 0; empty for none."""
+    has_points: bool = False
+    """Whether to draw the values as points on the line."""
+
+
+class Bars(NamedTuple):
+    """One bar per parameter group and run."""
+
+    title: str
+    about: str
+    groups: list[str]
+    sizes: list[list[float | None]]
+    """Bytes of each run by group; None for a group that it has not."""
 
 
 def render_page(runs: Sequence[Run], *, now: datetime) -> str:
     """Return the HTML page."""
     scripts = get_plotlyjs(), _asset("page.js")
-    plots = _plots(runs)
+    plots, bars = _plots(runs), _bars(runs)
     alerts = sorted((a.step, run.name, a.group or "all", a.message) for run in runs for a in run.alerts)
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = template.from_string(_asset("page.html.j2")).render(
@@ -65,13 +82,13 @@ def render_page(runs: Sequence[Run], *, now: datetime) -> str:
         "style-src 'unsafe-inline'; img-src data:; base-uri 'none'",
         style=Markup(_asset("page.css")),
         scripts=[Markup(script) for script in scripts],
-        data=_json([_figure(plot, runs) for plot in plots]),
+        data=_json([*(_figure(plot, runs) for plot in plots), *(_bar_figure(each, runs) for each in bars)]),
         runs=runs,
         styles=_line_styles(runs),
         dashes=DASHES,
         made=f"{now:%Y-%m-%d %H:%M %Z} by sdp4bit {sdp4bit.__version__}",
         answers=answers(runs),
-        plots=plots,
+        plots=[*plots, *bars],
         rows=[_row(run, runs) for run in runs],
         alerts=alerts[:MOST_ALERTS],
         alerts_left=max(0, len(alerts) - MOST_ALERTS),
@@ -113,16 +130,48 @@ def _plots(runs: Sequence[Run]) -> list[Plot]:
     validation = [_curve(run.validation, run.validation_losses()) for run in runs]
     difference = [_difference(run, baseline_of(run, runs)) for run in runs]
     relative = f"Training loss relative to {runs[0].label or runs[0].name}"
+    seconds = [
+        _curve(list(run.train)[1:], (run.column("step_seconds") * (np.nan if run.simulated_ranks else 1))[1:])
+        for run in runs
+    ]
     every = "Sent by all ranks in each step."
+    marks = " Dotted lines: resumed." * any(run.resumes for run in runs)
     plots = [
         Plot("Training loss", "Nats per token. Faint: single steps.", loss, is_smoothed=True),
-        Plot("Validation loss", "Nats per token.", validation),
+        Plot("Validation loss", "Nats per token.", validation, has_points=True),
         Plot(relative, "Same seed, same step; above zero is worse.", difference, is_smoothed=True),
         Plot("Gradient norm", "Of the whole model, before clipping.", norm, is_smoothed=True),
+        Plot("Step time", "Without the first step.", seconds, is_smoothed=True, unit="s"),
         Plot("Inter-node bytes", every, inter, unit="B"),
         Plot("Intra-node bytes", every, intra, unit="B"),
     ]
-    return [plot for plot in plots if any(_is_drawn(plot, values) for _, values in plot.curves)]
+    return [
+        plot._replace(about=plot.about + marks)
+        for plot in plots
+        if any(_is_drawn(plot, values) for _, values in plot.curves)
+    ]
+
+
+def _bars(runs: Sequence[Run]) -> list[Bars]:
+    """Return the bytes of the parameter groups, those between nodes if there are any; none if unmeasured."""
+    for level, name in (("inter_bytes", "Inter-node"), ("intra_bytes", "Intra-node")):
+        medians = [
+            {group: statistics.median(sizes) for group, sizes in run.group_bytes.get(level, {}).items()}
+            for run in runs
+        ]
+        largest = {
+            group: max(sizes.get(group, 0.0) for sizes in medians)
+            for group in dict.fromkeys(group for sizes in medians for group in sizes)
+        }
+        if any(largest.values()):
+            shown = sorted(largest, key=lambda group: -largest[group])[:MOST_GROUPS]
+            groups = [group for group in largest if group in shown]  # in the order of the model
+            about = "Sent by rank 0 in a step, median of the measured ones."
+            if len(groups) < len(largest):
+                about += f" The largest {len(groups)} of {len(largest)} groups."
+            sizes = [[each.get(group) for group in groups] for each in medians]
+            return [Bars(f"{name} bytes by parameter group", about, groups, sizes)]
+    return []
 
 
 def _is_drawn(plot: Plot, values: np.ndarray) -> bool:
@@ -143,44 +192,72 @@ def _difference(run: Run, baseline: Run | None) -> Curve:
 
 def _figure(plot: Plot, runs: Sequence[Run]) -> dict[str, Any]:
     """Return a figure in plotly's JSON; `meta` of a trace is the index of its run."""
+    marks: list[dict[str, Any]] = []
     traces: list[dict[str, Any]] = []
     for number, ((colour, dash), curve) in enumerate(zip(_line_styles(runs), plot.curves, strict=True)):
-        # The baseline is a thin line above the others, so that equal curves are both visible.
-        is_above = len(runs) > 1 and runs[number].label == runs[0].label
-        main: dict[str, Any] = {"line": {"color": colour, "dash": dash, "width": 1.2 if is_above else 2.4}}
+        is_baseline = len(runs) > 1 and runs[number].label == runs[0].label
+        main: dict[str, Any] = {"line": {"color": colour, "dash": dash, "width": 1.2 if is_baseline else 2}}
         main["hovertemplate"] = f"%{{y:{'.4s' if plot.unit else '.5g'}}}{plot.unit}"
         faint: dict[str, Any] = {"line": {"color": colour, "width": 1}, "opacity": 0.3, "hoverinfo": "skip"}
         lines = [(curve[1], faint), (smoothed(curve[1]), main)] if plot.is_smoothed else [(curve[1], main)]
         for values, style in lines:
             x, y = decimated(curve[0], values, most=MOST_POINTS // (len(runs) * len(lines)))
             drawn = [None if np.isnan(value) else float(f"{value:.7g}") for value in y]
-            mode = "lines+markers" if len(x) <= MOST_MARKERS and style is main else "lines"
-            marker = {"marker": {"size": 8}, "cliponaxis": False}
+            # A single value has no line.
+            has_points = len(x) == 1 or (plot.has_points and len(x) <= MOST_MARKERS)
+            mode = "lines+markers" if has_points and style is main else "lines"
+            marker = {"marker": {"size": 5}, "cliponaxis": False}
             # Plotly interprets HTML in names.
             name = html.escape(runs[number].name, quote=False)
             trace = {"x": x.tolist(), "y": drawn, "name": name, "meta": number, "mode": mode}
-            trace["zorder"] = int(is_above)
+            trace["zorder"] = int(not is_baseline)
             traces.append(trace | marker | style)
-    axis = {"automargin": True, "gridcolor": "rgba(128,128,128,0.25)", "zerolinecolor": "gray"}
-    x_axis = {"title": {"text": "step", "standoff": 4}, "tickformat": "d", "showgrid": False}
+        line = {"color": colour, "width": 1.2, "dash": "dot"}
+        marks += [
+            {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+            for step in runs[number].resumes[:MOST_RESUMES]
+        ]
+    x_axis: dict[str, Any] = {"title": {"text": "step", "standoff": 4}, "tickformat": "d", "showgrid": False}
     # All plots share one range, with space for markers at the ends.
     last = max((max(run.train, default=1) for run in runs), default=1)
     x_axis["range"] = [0, 1.03 * last]
     x_axis["unifiedhovertitle"] = {"text": "step %{x}"}
     y_axis = {"tickformat": "~s", "ticksuffix": plot.unit, "rangemode": "tozero"} if plot.unit else {}
-    layout = {
+    layout = _layout(x_axis, y_axis, height=270)
+    return {"data": traces, "layout": layout | {"hovermode": "x unified", "shapes": marks}}
+
+
+def _bar_figure(bars: Bars, runs: Sequence[Run]) -> dict[str, Any]:
+    traces = [
+        {
+            **{"type": "bar", "orientation": "h", "meta": number, "marker": {"color": colour}},
+            "name": html.escape(runs[number].name, quote=False),
+            "x": sizes,
+            "y": [html.escape(group, quote=False) for group in bars.groups],
+            "hovertemplate": "%{x:.4s}B",
+        }
+        for number, ((colour, _), sizes) in enumerate(zip(_line_styles(runs), bars.sizes, strict=True))
+    ]
+    x_axis = {"tickformat": "~s", "ticksuffix": "B", "rangemode": "tozero"}
+    y_axis = {"type": "category", "autorange": "reversed", "showgrid": False}
+    height = 60 + len(bars.groups) * max(18, 7 * len(runs))
+    layout = _layout(x_axis, y_axis, height=height)
+    return {"data": traces, "layout": layout | {"hovermode": "y unified", "bargap": 0.3}}
+
+
+def _layout(x_axis: dict[str, Any], y_axis: dict[str, Any], *, height: int) -> dict[str, Any]:
+    axis = {"automargin": True, "gridcolor": "rgba(128,128,128,0.25)", "zerolinecolor": "gray"}
+    return {
         "xaxis": axis | x_axis,
         "yaxis": axis | y_axis,
-        "hovermode": "x unified",
         "hoverlabel": {"namelength": -1},
         "showlegend": False,
         "margin": {"l": 10, "r": 14, "t": 10, "b": 10},
-        "height": 270,
+        "height": height,
         "font": {"size": 11},
         # The style sheet sets the colors for light and dark mode.
         **dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)"),
     }
-    return {"data": traces, "layout": layout}
 
 
 def decimated(steps: np.ndarray, values: np.ndarray, *, most: int) -> Curve:

@@ -42,6 +42,10 @@ class Run:
     """Numbers of every optimizer step, in order."""
     validation: dict[int, Fields] = field(default_factory=dict)
     alerts: list[Alert] = field(default_factory=list)
+    resumes: list[int] = field(default_factory=list)
+    """Completed steps at each start from a checkpoint."""
+    group_bytes: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """Bytes of rank 0 by level (inter_bytes, intra_bytes) and parameter group, of every measured step."""
 
     def column(self, name: str) -> np.ndarray:
         """Return one number per training step; NaN for null and missing ones."""
@@ -161,7 +165,7 @@ def _add(run: Run, line: bytes, where: str) -> None:
         raise SettingError(f"{where}: not JSON ({error}): {shown!r}; remove the line") from error
     kind = event.get("event") if isinstance(event, dict) else None
     # The page does not show other events.
-    if kind not in ("train", "validation", "alert"):
+    if kind not in ("train", "validation", "alert", "resume", "communication"):
         return
     step = event.get("step")
     if not isinstance(step, int) or not 0 <= step < LAST_STEP:
@@ -170,6 +174,14 @@ def _add(run: Run, line: bytes, where: str) -> None:
         group = event.get("group")
         message = str(event.get("message", ""))
         run.alerts.append(Alert(step, None if group is None else str(group), message))
+    elif kind == "resume":
+        run.resumes.append(step)
+    elif kind == "communication":
+        for group in event.get("groups") or ():
+            for level in ("inter_bytes", "intra_bytes"):
+                size = _number(level, group.get(level), where)
+                if size is not None:
+                    run.group_bytes.setdefault(level, {}).setdefault(str(group.get("name")), []).append(size)
     else:
         steps = run.train if kind == "train" else run.validation
         steps[step] = {name: _number(name, value, where) for name, value in event.items() if name != "event"}

@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import sdp4bit
+from sdp4bit.addresses import install
 from sdp4bit_lab.cli import COMMANDS
 from tests import ROOT
 
@@ -46,13 +47,14 @@ distributed.destroy_process_group()
 """
 
 OPTIONAL_FEATURES = """
+from sdp4bit.addresses import install
 from sdp4bit.quantization import ops
 for name, extra in ("numba", "cpu"), ("triton", "cuda"):
     try:
         with ops.use_backend(name):
             pass
     except ModuleNotFoundError as error:
-        assert f'pip install "sdp4bit[{extra}]"' in str(error), error
+        assert install(extra) in str(error), error
     else:
         raise AssertionError(f"{name} is there")
 """
@@ -87,7 +89,7 @@ def run(*command: str | Path, cwd: Path, exit_code: int = 0, timeout: float = 60
 
 def copy_sources(folder: Path) -> None:
     """Copy what the package is built from."""
-    for name in ("pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
+    for name in ("pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "Makefile", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
     for package in ("sdp4bit", "sdp4bit_lab"):
         shutil.copytree(
@@ -96,28 +98,45 @@ def copy_sources(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of an environment with the wheel and links to PyTorch and NumPy."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the wheel that `make dist` makes of the sdist."""
     # Not importorskip: a folder build/ of this checkout would be found.
     if not any(importlib.metadata.distributions(name="build")):
-        pytest.skip('build is not installed: pip install "sdp4bit[dev]"')
-    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+        pytest.skip("build is not installed: make install")
+    source = tmp_path_factory.mktemp("source")
     copy_sources(source)
-    # Without --wheel or --sdist the wheel is made of the sdist.
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", made, source, cwd=source)
-    (wheel,), (_,) = made.glob("*.whl"), made.glob("*.tar.gz")
+    (source / "installed").touch()  # this environment instead of .venv
+    run("make", "dist", "STAMP=installed", f"BIN={Path(sys.executable).parent}", cwd=source)
+    (wheel,), (_,) = source.glob("dist/*.whl"), source.glob("dist/*.tar.gz")
+    return wheel
 
-    environment = tmp_path_factory.mktemp("environment")
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the interpreter of an environment with the wheel, PyTorch and NumPy."""
+    return new_environment(tmp_path_factory.mktemp("environment"), wheel, "torch", "numpy")
+
+
+def new_environment(environment: Path, wheel: Path, *names: str) -> Path:
+    """Return the interpreter of an environment with the wheel and links to these installed packages."""
     venv.create(environment, symlinks=True)
     packages = next(environment.glob("lib/python*/site-packages"))
-    for distribution in needed_by("torch", "numpy"):
+    for distribution in needed_by(*names):
         for name in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
             if not (packages / name).exists():
                 (packages / name).symlink_to(Path(str(distribution.locate_file(name))).resolve())
     interpreter = environment / "bin/python"
     pip = (sys.executable, "-m", "pip", "--python", interpreter)
-    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=made)
+    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=environment)
     return interpreter
+
+
+def test_the_demo_of_the_wheel_times_steps_on_slow_links(wheel: Path, tmp_path: Path) -> None:
+    requires = map(Requirement, importlib.metadata.requires("sdp4bit") or [])
+    extras = [each.name for each in requires if each.marker and each.marker.evaluate({"extra": "lab"})]
+    python = new_environment(tmp_path / "environment", wheel, "torch", "numpy", "numba", *extras)
+    command = (python.parent / "sdp4bit", "demo", "--out", tmp_path / "demo", "--steps", "2")
+    assert "1,000" in run(*command, cwd=tmp_path)
 
 
 def test_the_package_is_the_installed_one_and_its_version_needs_nothing(python: Path, tmp_path: Path) -> None:
@@ -140,9 +159,9 @@ def test_every_command_and_back_end_names_the_extra_that_it_needs(python: Path, 
     lines = run(python, "-c", every_command, cwd=tmp_path).splitlines()
     assert [line.split()[0] for line in lines] == [name for name, each in COMMANDS.items() if each.packages]
     for line in lines:
-        assert line.split()[1] == "2" and line.endswith('pip install "sdp4bit[lab]"'), line
+        assert line.split()[1] == "2" and line.endswith(install("lab")), line
         assert "tyro" in line and "numpy" not in line
-    assert "sdp4bit[lab]" in run(python.parent / "sdp4bit", "plan", cwd=tmp_path, exit_code=2)
+    assert install("lab") in run(python.parent / "sdp4bit", "plan", cwd=tmp_path, exit_code=2)
     run(python, "-c", OPTIONAL_FEATURES, cwd=tmp_path)
 
 

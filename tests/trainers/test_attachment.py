@@ -31,7 +31,7 @@ def test_a_missing_trainer_is_an_error_that_names_the_extra(
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError) as error:
         importlib.import_module(module)
-    assert f"pip install 'sdp4bit[{extra}]'" in str(error.value)
+    assert f'pip install ".[{extra}]"' in str(error.value)
 
 
 def test_one_process_is_told_that_it_has_nobody_to_communicate_with() -> None:

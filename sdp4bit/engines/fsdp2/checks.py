@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import nn
 
+from sdp4bit.addresses import page
 from sdp4bit.collectives.work import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
@@ -25,18 +26,19 @@ _OTHER_ENGINES = {
         "Shard with FSDP2 instead, torch.distributed.fsdp.fully_shard (fsdp_version: 2 in Accelerate)"
     ),
     "torch.nn.parallel.distributed": (
-        "Register sdp4bit.ddp_comm_hook with it, which quantizes gradients (docs/ddp.md)"
+        f"Register sdp4bit.ddp_comm_hook with it, which quantizes gradients ({page('ddp')})"
     ),
-    "deepspeed.": "Pass the engine that deepspeed.initialize returned (docs/deepspeed.md)",
+    "deepspeed.": f"Pass the engine that deepspeed.initialize returned ({page('deepspeed')})",
     "megatron_fsdp.": "sdp4bit does not support Megatron-FSDP: shard with fully_shard of PyTorch",
     "megatron.core.distributed.fsdp.": (
-        "sdp4bit does not support Megatron-FSDP: use Megatron-Core's distributed optimizer (docs/megatron.md)"
+        "sdp4bit does not support Megatron-FSDP: use Megatron-Core's distributed optimizer "
+        f"({page('megatron')})"
     ),
     "olmo_core.nn.parallel.": "sdp4bit does not support OLMo-core's own DDP: use its TransformerTrainModule",
     "torchtitan.experiments.graph_trainer.": (
         "sdp4bit does not support SimpleFSDP: train with torchtitan's own Trainer, which shards with FSDP2"
     ),
-    "megatron.core.distributed.": "Call sdp4bit.megatron.quantize_communication (docs/megatron.md)",
+    "megatron.core.distributed.": f"Call sdp4bit.megatron.quantize_communication ({page('megatron')})",
 }
 """Ways out for models that another engine wraps, by the beginning of its module's name, first match."""
 

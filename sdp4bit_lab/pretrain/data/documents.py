@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sdp4bit.addresses import install
 from sdp4bit_lab.common.settings import SettingError, require
 
 END_OF_TEXT = "<|endoftext|>"
@@ -88,7 +89,7 @@ def _import_datasets(path: Path) -> Any:
     try:
         return import_module("datasets")
     except ImportError:
-        raise SettingError(f'{path} needs the package datasets: pip install "sdp4bit[data]"') from None
+        raise SettingError(f"{path} needs the package datasets: {install('data')}") from None
 
 
 def _parse(line: bytes, *, where: str) -> dict[str, object]:

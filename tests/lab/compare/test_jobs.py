@@ -29,7 +29,8 @@ def test_jobs_have_the_results_of_one_after_another_and_outlive_one_that_fails(t
     short = [*COMPARE, "--train-iters", "3", "--out"]
     code, output = outcome_of([*short, str(tmp_path / "one")])
     assert code == 0, output
-    assert output.count("Wrote summary.json") == 1
+    assert output.count("summary.json, table.md and curves.png") == 1
+    assert output.endswith(f"next: sdp4bit report {tmp_path / 'one'}\n")
     obstacle = tmp_path / "two" / "sdp4bit-seed1"
     obstacle.parent.mkdir()
     obstacle.touch()
@@ -40,8 +41,8 @@ def test_jobs_have_the_results_of_one_after_another_and_outlive_one_that_fails(t
     obstacle.unlink()
     code, output = outcome_of([*short, str(tmp_path / "two"), "--jobs", "2"])
     assert code == 0, output
-    assert "trained before: baseline, seed 1\n" in output and "baseline, seed 1: step" not in output
-    assert "sdp4bit, seed 1: step 3/3 | loss" in output and "2 simulated ranks (2 x 1, cpu)" in output
+    assert "trained before: baseline, seed 1\n" in output and "[baseline 1] step" not in output
+    assert "[sdp4bit 1] step 3/3 | loss" in output and "2 simulated ranks (2 x 1, cpu)" in output
     for name in ("baseline-seed1", "sdp4bit-seed1"):
         assert result(tmp_path / "two" / name) == result(tmp_path / "one" / name)
 

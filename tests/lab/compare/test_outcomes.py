@@ -97,7 +97,7 @@ def test_markdown():
         "| strategy | nats | 95 % interval | percent | 95 % interval |\n"
         "| --- | --- | --- | --- | --- |\n"
         "| tlq | +0.2000 | -0.0484 to +0.4484 | +4.50 % | +0.02 to +8.98 % |\n\n"
-        "Bytes per step of all ranks (docs/telemetry.md: why your ratio differs):\n\n"
+        "Bytes per step of all ranks (docs/telemetry.md#why-your-ratio-differs):\n\n"
         "| strategy | training loss | intra-node | inter-node | fewer | ms/step |\n"
         "| --- | --- | --- | --- | --- | --- |\n"
         "| baseline | 4.3333 | 2 kB | 1 kB | – | 1,500 |\n"

@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sdp4bit_lab.cli import main
-from sdp4bit_lab.plan.config import PROBE_FORMAT
+from sdp4bit_lab.common.options import parse_with_tyro
+from sdp4bit_lab.plan.chart import gains
+from sdp4bit_lab.plan.config import PROBE_FORMAT, PlanConfig
 
 Capture = pytest.CaptureFixture[str]
 PAGE = (Path(__file__).parents[3] / "docs/planning.md").read_text()
@@ -304,3 +307,28 @@ def test_incomplete_probes_are_refused(
     if changes:
         arguments += ["--device-tflops", "1"]
     assert message in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, ("--nodes", "1", "--devices-per-node", "8")])
+def test_the_drawn_gains_are_those_of_plans(shape: tuple[str, ...], tmp_path: Path, capsys: Capture) -> None:
+    plot = tmp_path / "gain.png"
+    assert main(["plan", *H100, *shape, "--plot", str(plot), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) and str(plot) in printed.err
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
+    config = parse_with_tyro(PlanConfig, [*H100, *shape], prog="plan")
+    rate = "--inter-bandwidth" if shape == SHAPE else "--intra-bandwidth"
+    drawn = gains(config, config.cluster.resolve(model="6.7B"), np.array([5e9, 1e11]))
+    for place, link in enumerate(("5", "100")):
+        planned_there = planned(capsys, *H100, *shape, rate, link)
+        ends = [planned_there["speedup_over_bf16"], planned_there["speedup_over_bf16_hidden"]]
+        assert drawn["FSDP2"][place].tolist() == ends
+        if hybrid := planned_there["hsdp"]:
+            name = "DDP" if hybrid["shards"] == {"nodes": 1, "ranks_per_node": 1} else "HSDP"
+            assert drawn[name][place].tolist() == hybrid["speedup"]
+
+
+def test_a_plot_is_a_png(capsys: Capture) -> None:
+    assert "--plot gain.jpg: give a file whose name ends in .png" in refusal(
+        capsys, *H100, *SHAPE, "--plot", "gain.jpg"
+    )

@@ -31,7 +31,7 @@ def test_communication_and_alerts_are_in_all_outputs(tmp_path: Path, monkeypatch
             pass
 
     monkeypatch.setattr(metrics, "_tensorboard_writer", lambda *_, **__: Recorder())
-    writer = metrics.MetricsWriter(LoggingConfig(out=tmp_path), description="x", steps=9, first_step=0)
+    writer = metrics.MetricsWriter(LoggingConfig(out=tmp_path), prefix="x:", steps=9, first_step=0)
     groups: list[dict[str, object]] = [
         {
             "name": "layers.0",
@@ -60,7 +60,7 @@ def test_a_line_has_the_means_since_the_last_one_and_the_time_left(
     console = Console(file=io.StringIO())
     config = LoggingConfig(out=tmp_path, tensorboard=False)
     writer = metrics.MetricsWriter(
-        config, description="x", steps=20, first_step=0, steps_after=40, console=console
+        config, prefix="x:", steps=20, first_step=0, steps_after=40, console=console
     )
     for step in range(1, 12):
         seconds = 2.0 * step
@@ -79,7 +79,7 @@ def test_a_line_tells_the_time_left_unless_nothing_is_left(steps_after: int, tmp
     console = Console(file=io.StringIO())
     config = LoggingConfig(out=tmp_path, tensorboard=False, log_interval=1)
     writer = metrics.MetricsWriter(
-        config, description="x", steps=3, first_step=0, steps_after=steps_after, console=console
+        config, prefix="x:", steps=3, first_step=0, steps_after=steps_after, console=console
     )
     for step in (1, 2, 3):
         writer.log_step(step_metrics(step))

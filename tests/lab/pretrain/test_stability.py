@@ -45,7 +45,7 @@ def write(out: Path, norms: dict[int, float]) -> str:
     """Write these steps' norms into the folder of a run; return what was printed."""
     console = Console(record=True, width=200, file=(out.parent / "console").open("w"))
     logging = LoggingConfig(out=out, tensorboard=False, log_interval=1000)
-    writer = MetricsWriter(logging, description="run", steps=100, first_step=min(norms) - 1, console=console)
+    writer = MetricsWriter(logging, prefix="run:", steps=100, first_step=min(norms) - 1, console=console)
     with closing(writer):
         for number, norm in norms.items():
             writer.log_step(step_metrics(number, grad_norm=norm))

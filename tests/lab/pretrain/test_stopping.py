@@ -125,7 +125,7 @@ def test_a_signal_to_the_command_saves_and_leaves(text, tmp_path):
 
 def written_lines(tmp_path: Path, config: LoggingConfig, *, width: int | None = None) -> list[str]:
     console = Console(file=(tmp_path / "console").open("w+"), force_terminal=width is not None, width=width)
-    writer = MetricsWriter(config, description="qwd", steps=4, first_step=0, console=console)
+    writer = MetricsWriter(config, prefix="qwd:", steps=4, first_step=0, console=console)
     for step in range(1, 5):
         writer.log_step(step_metrics(step))
     writer.close()

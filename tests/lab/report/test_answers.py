@@ -92,7 +92,7 @@ def test_how_many_bytes_are_saved(answered):
     faster = " A step was 2.00x faster than with baseline on these machines."
     mood, sentences = answered(*runs)[1]
     assert (mood, sentences[:-1]) == ("good", [saved + faster])
-    assert sentences[-1].endswith("(docs/telemetry.md: why your ratio differs).")
+    assert sentences[-1].endswith("(docs/telemetry.md#why-your-ratio-differs).")
     assert answered(*runs, parallel={"simulated_ranks": 4, "ranks_per_node": 2})[1][1][:-1] == [
         f"{saved} Step times are not compared because the ranks are simulated."
     ]

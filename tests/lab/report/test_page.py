@@ -17,6 +17,7 @@ from plotly.offline import get_plotlyjs
 from sdp4bit_lab.report.command import ReportConfig, write_report
 from tests.lab.report.written_runs import (
     alert_event,
+    communication_event,
     settings,
     train_event,
     train_events,
@@ -82,6 +83,8 @@ def test_a_browser_shows_values_switches_runs_off_and_runs_no_text_of_the_files(
     events += [
         validation_event(100, 4.0),
         alert_event(50, attack + "\ud800", group=attack),
+        {"event": "resume", "step": 40},
+        *(communication_event(step, root=90_000 + step, block=30_000) for step in (10, 20, 90)),
         {"event": attack},
     ]
     runs = (
@@ -103,7 +106,13 @@ def test_a_browser_shows_values_switches_runs_off_and_runs_no_text_of_the_files(
         found.loss = await hover(0, {xval: 100});
         found.validation = await hover(1, {xval: 100});
         found.difference = await hover(2, {xval: 1});
-        found.bytes = await hover(4, {xval: 100});
+        found.seconds = await hover(4, {xval: 100});
+        found.bytes = await hover(5, {xval: 100});
+        const points = (number) => plot(number).querySelectorAll(".scatterlayer .point").length;
+        found.points = [points(0), points(1)];
+        found.marks = plot(0).querySelectorAll(".shapelayer path").length;
+        found.bars = plot(7).data.map((trace) => [trace.x, trace.y]);
+        found.order = plot(5).data.map((trace) => trace.zorder);
         found.lines = [lines(0)];
         const [first] = document.querySelectorAll("nav button");
         for (const click of [1, 2]) {
@@ -123,13 +132,16 @@ def test_a_browser_shows_values_switches_runs_off_and_runs_no_text_of_the_files(
     )
     assert found["titles"] == [
         *("Training loss", "Validation loss", "Training loss relative to baseline", "Gradient norm"),
-        *("Inter-node bytes", "Intra-node bytes"),
+        *("Step time", "Inter-node bytes", "Intra-node bytes", "Inter-node bytes by parameter group"),
     ]
+    assert found["points"] == [0, 2] and found["marks"] == 1 and found["order"] == [0, 1]
+    assert found["bars"] == [[[None, None], ["root", "block"]], [[90_020, 30_000], ["root", "block"]]]
     shown = name.removesuffix("%{x}")  # plotly puts values in its place
     for plot, start, end in (
         ("loss", "step 100; plain : 4.5", "5.0000"),
         ("validation", f"step 100; {shown}", "4.0000"),
         ("difference", f"step 1; {shown}", ""),
+        ("seconds", "step 100; plain : 250.0ms; ", "250.0ms"),
         ("bytes", "step 100; plain : 2.000MB; ", "250.0kB"),
     ):
         text = found[plot]

@@ -53,6 +53,9 @@ def test_damaged_lines_are_named(tmp_path, line, message):
 def test_folders_without_a_run_are_named(tmp_path):
     with pytest.raises(SettingError, match="none: no such folder"):
         ReportConfig(runs=(tmp_path / "none",))
+    (tmp_path / "file.png").touch()
+    with pytest.raises(SettingError, match=r"file\.png: not a folder\. Give an --out folder"):
+        ReportConfig(runs=(tmp_path / "file.png",))
     with pytest.raises(SettingError, match="nor its subfolders contain metrics"):
         find_runs([tmp_path])
     (tmp_path / "config.json").write_text("{}")

@@ -35,6 +35,11 @@ def alert_event(step: int, message: str, *, group: str | None = None, **numbers:
     return {"event": "alert", "step": step, "group": group, "message": message, **numbers}
 
 
+def communication_event(step: int, **inter_bytes: int) -> dict[str, Any]:
+    groups = [{"name": name, "intra_bytes": 0, "inter_bytes": size} for name, size in inter_bytes.items()]
+    return {"event": "communication", "step": step, "groups": groups}
+
+
 def settings(strategy: str = "sdp4bit", *, seed: int = 1, steps: int = 20, **changes: Any) -> dict[str, Any]:
     return {
         "strategy": strategy,

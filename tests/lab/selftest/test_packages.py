@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sdp4bit.addresses import install
 from sdp4bit_lab.cli import COMMANDS
 from tests import ROOT
 
@@ -88,7 +89,7 @@ def test_a_command_starts_with_the_packages_that_it_asks_for_and_names_those_it_
     if lacking := ", ".join(COMMANDS[name].packages):
         done = run_without(EXTRA, tmp_path, name)
         assert done.returncode == 2
-        error = f'sdp4bit: error: `sdp4bit {name}` needs {lacking}: pip install "sdp4bit[lab]"\n'
+        error = f"sdp4bit: error: `sdp4bit {name}` needs {lacking}: {install('lab')}\n"
         assert done.stderr == error
 
 
