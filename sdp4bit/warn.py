@@ -18,6 +18,6 @@ def warn_user(text: str, ranks: Iterable[int] | None = None) -> None:
     if ranks is not None and min(ranks) != dist.get_rank():
         return
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in ("sdp4bit", "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("sdp4bit", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(f"sdp4bit: {text}", stacklevel=level)

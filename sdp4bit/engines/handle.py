@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from sdp4bit.observe.measures import Measurement
 from sdp4bit.observe.stats import GroupStats, ModelState, Stats
 from sdp4bit.observe.timing import StepTimes, time_steps
 from sdp4bit.traffic import format_bytes
+from sdp4bit.warn import warn_user
 
 StateDict = dict[str, Any]  # checkpoint state of a model's communication
 _dropped: list[RemovableHandle] = []
@@ -152,6 +154,52 @@ class CommHandle(ABC):
     @abstractmethod
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks."""
+
+    def load(
+        self,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        *,
+        storage_reader: Any = None,
+        key: str = "comm",
+    ) -> bool:
+        """Load the state from a checkpoint of torch.distributed.checkpoint, if it has one.
+
+        Unlike `dcp.load({"comm": comm}, ...)` it takes checkpoints that were saved without this handle, or
+        with only a part of its parameters: the other replicas start from the main weights in full precision.
+        Call it on all ranks of the job, before or after the model's own state is loaded.
+
+        Args:
+            checkpoint_id: folder of the checkpoint.
+            storage_reader: its reader, instead of a folder.
+            key: name under which the handle was saved.
+
+        Returns:
+            Whether the checkpoint has the state. If not, rank 0 warns.
+        """
+        # Here, because importing it takes a tenth of a second, which few handles need.
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        self._check_attached()
+        wait_for_ranks(range(dist.get_world_size()), call="comm.load")
+        reader = FileSystemReader(cast(str, checkpoint_id)) if storage_reader is None else storage_reader
+        has_state = [False] * dist.get_world_size()
+        names = reader.read_metadata().state_dict_metadata
+        dist.all_gather_object(has_state, any(name.startswith(f"{key}.") for name in names))
+        if not all(has_state):
+            warn_user(
+                f"the checkpoint {checkpoint_id or ''} has no {key!r}, the state of this handle: replicas "
+                "start from the loaded weights in full precision, and the run is not bit-identical to an "
+                "uninterrupted one",
+                range(len(has_state)),
+            )
+            return False
+        state = {key: self.state_dict()}
+        # Parts that are not in the checkpoint keep the state of this moment.
+        load(state, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True))
+        self.load_state_dict(state[key])
+        return True
 
     def remove(self) -> None:
         """Restore the engine's own communication; remove all hooks and process groups. Call it on all ranks.
