@@ -61,23 +61,22 @@ def all_logged(trainer: Any) -> bool:
     return len(lines) == STEPS and all(entry["sdp4bit/inter_bytes"] > 0 for entry in lines)
 
 
-def find_the_batch_size(folder: Path, ddp: bool) -> None:
-    hf = driver_of("hf")
-    for options in ({}, {"torch_compile_backend": "aot_eager"}):
-        callback = hf.SDP4BitCallback(QUANTIZED, topology=1)
-        trainer = trainer_of_transformers(folder, callback, ddp=ddp, auto_find_batch_size=True, **options)
-        trainer.add_callback(out_of_memory(at=2))
+def find_the_batch_size(folder: Path, ddp: bool, **options: Any) -> None:
+    callback = driver_of("hf").SDP4BitCallback(QUANTIZED, topology=1)
+    trainer = trainer_of_transformers(folder, callback, ddp=ddp, auto_find_batch_size=True, **options)
+    del trainer.model.model.layers[1:]
+    trainer.add_callback(out_of_memory(at=2))
+    assert steps_counted(lambda: callback.comm, trainer.train) == 1 + STEPS
+    assert all_logged(trainer) and "sdp4bit/intra_bytes" not in trainer.state.log_history[0]
+    if not options:
+        # Another training, with the wrapper that is there, and with a new one.
+        assert steps_counted(lambda: callback.comm, trainer.train) == STEPS
+        trainer.model_wrapped = trainer.model
+        assert steps_counted(lambda: callback.comm, trainer.train) == STEPS and all_logged(trainer)
 
-        def count(callback: Any = callback, trainer: Any = trainer) -> int:
-            return steps_counted(lambda: callback.comm, trainer.train)
 
-        assert count() == 1 + STEPS
-        assert all_logged(trainer) and "sdp4bit/intra_bytes" not in trainer.state.log_history[0]
-        if not options:
-            # Another training, with the wrapper that is there, and with a new one.
-            assert count() == STEPS
-            trainer.model_wrapped = trainer.model
-            assert count() == STEPS and all_logged(trainer)
+def find_the_batch_size_compiled(folder: Path, ddp: bool) -> None:
+    find_the_batch_size(folder, ddp, torch_compile_backend="eager")
 
 
 def find_the_batch_size_with_trl(folder: Path, ddp: bool) -> None:
@@ -194,6 +193,7 @@ def fit_olmo_twice(folder: Path, ddp: bool) -> None:
 
 CASES = {
     "transformers": (find_the_batch_size, ["hf"], []),
+    "transformers, compiled": (find_the_batch_size_compiled, ["hf"], []),
     "TRL": (find_the_batch_size_with_trl, ["hf"], ["trl"]),
     "Axolotl": (find_the_batch_size_with_axolotl, ["hf"], ["axolotl.integrations.base"]),
     "Accelerate": (prepare_twice, ["accelerate"], []),
