@@ -67,7 +67,7 @@ test-slow: $(STAMP) ## run the tests marked slow, or a part of them: SLICE=3/7
 	$(BIN)/python $(PYTEST) -m slow $(if $(SLICE),--slow-slice $(SLICE)) $(SLOW_OPTIONS)
 
 test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests with other packages: trainers, launchers, torchao
-	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem
+	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem tests/engines/test_events.py
 
 $(ECOSYSTEM)/.installed: pyproject.toml constraints.txt constraints-ecosystem.txt
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)

@@ -63,6 +63,7 @@ class Rows(Protocol):
 class Remarks:
     """Properties of a group in its engine, in words for `explain()`."""
 
+    numel: int | None = None  # values in a row, if its length counts some of them several times
     place: str = ""  # of the replica, if not the configured one
     weights: Sequence[str] = ()
     gradients: str = ""  # why none are reduced

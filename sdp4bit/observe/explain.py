@@ -47,12 +47,16 @@ def row_of(group: Group, sent: Traffic) -> Row:
         ranks += f", replicated {group.replicate_layout.describe()}"
     return Row(
         name=group.view.name,
-        shard_numel=group.view.shard_numel,
+        shard_numel=_numel_of(group, remarks),
         ranks=ranks,
         weights=_weights_of(group, remarks),
         gradients=remarks.gradients or _gradients_of(group, remarks),
         sent=sent,
     )
+
+
+def _numel_of(group: Group, remarks: Remarks) -> int:
+    return group.view.shard_numel if remarks.numel is None else remarks.numel
 
 
 def _weights_of(group: Group, remarks: Remarks) -> str:
@@ -67,7 +71,7 @@ def _weights_of(group: Group, remarks: Remarks) -> str:
 
 
 def _gradients_of(group: Group, remarks: Remarks) -> str:
-    numel, text = group.view.shard_numel, group.gradients_unquantized_reason
+    numel, text = _numel_of(group, remarks), group.gradients_unquantized_reason
     if group.reduction is not None:
         config = group.reduction.config
         shown = replace(config, pipeline_chunks=1) if remarks.staged else config

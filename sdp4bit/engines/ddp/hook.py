@@ -197,15 +197,15 @@ class DDPCommState(CommHandle):
             return _completed(bucket.buffer())
         finally:
             # Other ranks may have seen no exception.
-            if self._topology is not None and self._counts and bucket.is_last():
+            if self._topology is not None and self._is_active and bucket.is_last():
                 self._end_backward(bucket.index() + 1)
 
     @property
-    def _counts(self) -> bool:
+    def _is_active(self) -> bool:
         return self._is_quantized and not self._removed
 
     def _average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        if not self._counts:
+        if not self._is_active:
             return self._average_densely(bucket.buffer())
         if not self._is_checked:
             self._check_model()
@@ -228,8 +228,10 @@ class DDPCommState(CommHandle):
         models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
         own = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         for model in models:
+            if not any(state is self for _, state in vars(model).get("_comm_hooks", ())):
+                continue
             ranks = dist.get_process_group_ranks(model.process_group)
-            if any(state is self for _, state in model._comm_hooks) and ranks != own:
+            if ranks != own:
                 raise ValueError(
                     f"the model averages over {ranks_in_words(ranks)}, but its DDPCommState over "
                     f"{ranks_in_words(own)}: create it with DDPCommState(model.process_group, ...)"

@@ -482,7 +482,7 @@ class FSDPModelState(ModelState):
         # for it.
         flags = torch.tensor(rows, dtype=torch.int32)
         self._reduce(flags, groups[0], op=dist.ReduceOp.MAX, what="agreement on changed weights")
-        rows = self.over_copies(flags, groups).bool().tolist()
+        rows = [[*map(bool, row)] for row in self.over_copies(flags, groups).tolist()]
         changed, reduced, *_ = (any(column) for column in zip(*rows, strict=True))
         agreed = {group: Flags(*row[2:]) for group, row in zip(groups, rows, strict=True) if group in seen}
         return (changed, reduced), agreed

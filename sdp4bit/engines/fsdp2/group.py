@@ -61,7 +61,10 @@ class FSDPGroup(Group):
         exact = sum(param.sharded.requires_grad and param.holds_bits for param in params)
         weights = [f"{frozen} frozen not sent"] if frozen else []
         weights += [f"{exact} of another dtype in full precision"] if exact else []
-        return Remarks(weights=weights, gradients="none, all frozen" if frozen == len(params) else "")
+        gradients = "none, all frozen" if frozen == len(params) else ""
+        # A value of 32 bits takes the place of two in a row of bf16.
+        numel = sum(param.numel for param in params)
+        return Remarks(numel=numel, weights=weights, gradients=gradients)
 
     def main_copy(self) -> ReplicaCopy | None:
         """Return a checksum of the main shard if quantized all-reduces keep it equal over HSDP ranks."""

@@ -333,6 +333,18 @@ def test_a_state_of_other_ranks_than_the_model_is_refused() -> None:
         loss_of(model, next(batches())).backward()
 
 
+def failing(real: Any, *, call: int, error: type[BaseException] | None) -> Any:
+    """Return a function that fails in this call, and otherwise does what the real one does."""
+    calls = itertools.count(1)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        if next(calls) == call and error is not None:
+            raise error("on purpose")
+        return real(*args, **options)
+
+    return fail
+
+
 FAULTS = {"before sending": (QuantizedAllReduce, "__call__"), "after sending": (PieceQuantizer, "restore")}
 
 
@@ -346,13 +358,8 @@ def test_an_exception_in_the_hook_is_raised_as_it_is_and_ddp_continues() -> None
         ):
             if name == "__call__" and ranks == (1,):
                 continue  # the other rank waits for this one
-            real, calls, here = getattr(target, name), itertools.count(1), dist.get_rank() in ranks
-
-            def fail(*args: Any, **given: Any) -> Any:
-                if next(calls) == 2 and here:  # noqa: B023
-                    raise error("on purpose")  # noqa: B023
-                return real(*args, **given)  # noqa: B023
-
+            here = dist.get_rank() in ranks
+            fail = failing(getattr(target, name), call=2, error=error if here else None)
             raised = pytest.raises(error, match=r"^on purpose$") if here else nullcontext()
             with mock.patch.object(target, name, fail), raised:
                 run.backward()

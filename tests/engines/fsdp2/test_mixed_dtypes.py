@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sdp4bit import SDP4BitConfig
 from tests.ranks import on_ranks
+from tests.tables import explained
 from tests.toy import (
     IDENTITY,
     POLICY,
@@ -133,7 +134,10 @@ def test_parameters_of_another_dtype_travel_as_they_are_beside_differences() -> 
     params = block.view.params
     exact = [param for param in params if param.holds_bits]
     assert {param.name for param in exact} == {f"blocks.0.ln{i}.{kind}" for i in (1, 2) for kind in KINDS}
-    assert "4 of another dtype in full precision" in " ".join(run.comm.explain(full=True).split())
+    line = explained(run.comm.explain(full=True))["blocks.0"]
+    assert "4 of another dtype in full precision" in line
+    # Not the length of the row, in which a value of fp32 takes the place of two of bf16.
+    assert line.startswith(f"blocks.0 {sum(param.numel for param in params):,} ")
     for param in exact:
         assert torch.equal(param.local_view(block.replica.own_shard), param.local)
     # Two nodes: one message of matrices in 4 bits, biases in 8 bits and norms in 32 bits.
