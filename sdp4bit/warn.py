@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -18,6 +19,11 @@ def warn_user(text: str, ranks: Iterable[int] | None = None) -> None:
     if ranks is not None and min(ranks) != dist.get_rank():
         return
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("sdp4bit", "torch"):
+    while frame.f_back is not None and _package(frame) in ("sdp4bit", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(f"sdp4bit: {text}", stacklevel=level)
+
+
+def _package(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")  # code that `exec` runs may have no name
+    return name.partition(".")[0]

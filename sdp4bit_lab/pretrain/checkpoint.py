@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
@@ -28,7 +28,7 @@ from sdp4bit.collectives.errors import comm_error_context, job_timeout
 from sdp4bit_lab.common.failures import free_bytes
 from sdp4bit_lab.common.files import lock_folder
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, gather_over_ranks, run_on_all_ranks
-from sdp4bit_lab.common.settings import SettingError, require
+from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.checkpoint_files import (
     CheckpointError,
     CheckpointWriter,
@@ -122,11 +122,6 @@ class Checkpointer:
             self._group = dist.new_group(
                 backend="gloo", timeout=job_timeout(), group_desc="sdp4bit checkpoints"
             )
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """Learning rate by step, which `load` may have taken from the checkpoint."""
-        return Schedule.of(self._record.settings)
 
     # -- saving ----------------------------------------------------------------------------------------
 
@@ -224,13 +219,6 @@ class Checkpointer:
         """
         path, record, reader = open_checkpoint(folder)
         self._check_matches(path, record)
-        if self._config.use_checkpoint_opt_param_scheduler:
-            saved = Schedule.of(record.settings)
-            require(
-                saved is not None, f"{path} has no schedule: leave --use-checkpoint-opt_param-scheduler out"
-            )
-            settings = {**self._record.settings, **asdict(cast(Schedule, saved))}
-            self._record = replace(self._record, settings=settings)
         tensors = self._loadable(path, lambda: self._templates(reader.tensors))
         communication = self._fitting("communication", self._communication, reader.tensors)
         random = {}
@@ -302,8 +290,7 @@ class Checkpointer:
         if saved is not None and ours is not None and saved != ours and not is_expected:
             messages.append(
                 f"step {step + 1} has the learning rate {ours.rate(step):.3g}, by the saved schedule "
-                f"{saved.rate(step):.3g} (--use-checkpoint-opt_param-scheduler keeps the saved schedule, "
-                "--override-opt_param-scheduler replaces it without this warning)"
+                f"{saved.rate(step):.3g} (--override-opt_param-scheduler replaces it without this warning)"
             )
         if messages and self._ranks.is_first:
             warnings.warn(f"sdp4bit: {path} continues differently: {'; '.join(messages)}", stacklevel=3)

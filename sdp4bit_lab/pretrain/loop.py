@@ -15,7 +15,6 @@ from sdp4bit.traffic import Traffic
 from sdp4bit_lab.common.ranks import Ranks, sum_over_ranks
 from sdp4bit_lab.pretrain.checkpoint_files import Progress
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
-from sdp4bit_lab.pretrain.config.schedule import Schedule
 from sdp4bit_lab.pretrain.data.batches import Batches
 from sdp4bit_lab.pretrain.metrics import StepMetrics, ValidationMetrics
 from sdp4bit_lab.pretrain.step.optimizer import set_learning_rate
@@ -44,8 +43,6 @@ class TrainingLoop:
     """Optimizer steps and validations of one run."""
 
     config: PretrainConfig
-    schedule: Schedule
-    """The configured one, or that of the checkpoint."""
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     batches: Batches
@@ -85,7 +82,7 @@ class TrainingLoop:
     def _step(self, stop_code: Callable[[int], int]) -> StepMetrics:
         config = self.config
         start, compiled_before = time.perf_counter(), compile_seconds()
-        learning_rate = self.schedule.rate(self.progress.step)
+        learning_rate = config.schedule.rate(self.progress.step)
         set_learning_rate(self.optimizer, learning_rate)
         batches = list(self.batches.training(self.progress.samples))
 

@@ -206,13 +206,7 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str, start: Start 
             f"the loaded checkpoint has completed {progress.step} steps: set --train-iters to more"
         )
     loop = TrainingLoop(
-        config=config,
-        schedule=checkpointer.schedule or config.schedule,
-        model=model,
-        optimizer=optimizer,
-        batches=batches,
-        progress=progress,
-        ranks=ranks,
+        config=config, model=model, optimizer=optimizer, batches=batches, progress=progress, ranks=ranks
     )
     return Run(
         config=config,

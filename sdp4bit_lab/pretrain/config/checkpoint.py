@@ -27,8 +27,6 @@ class CheckpointConfig:
     """Resume from --save if it has a checkpoint, else from --load, so that one command starts and resumes."""
     override_opt_param_scheduler: bool = False
     """Resume with the learning-rate schedule of these options, without a warning if another one was saved."""
-    use_checkpoint_opt_param_scheduler: bool = False
-    """Resume with the learning-rate schedule of the checkpoint instead of these options."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "save_interval", "keep_last")
@@ -39,10 +37,6 @@ class CheckpointConfig:
         require(
             self.save is not None or not self.auto_resume,
             "--auto-resume has no effect without --save, the folder that it resumes from",
-        )
-        require(
-            not (self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler),
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler conflict: give only one",
         )
 
     @property

@@ -347,40 +347,6 @@ def test_loads_that_bypass_the_handle_lead_to_a_refresh_in_full_precision(tmp_pa
                 assert_refreshed_in_full(job, name)
 
 
-def continued(folder: Path, job: Job, *, has_state: bool) -> list[float]:
-    """Load model and optimizer as usual, then the handle; return the losses of two steps."""
-    job.load(str(folder), comm="not")
-    expected = [] if has_state else [f"the checkpoint {folder} has no 'comm', the state of this handle"]
-    with expect_warnings(*expected):
-        assert job.comm.load(folder) == has_state
-    return job.train(2)
-
-
-@on_ranks(2, timeout=LIMIT)
-def test_load_takes_full_partial_and_plain_checkpoints(tmp_path: Path) -> None:
-    """Exactly, with a refresh in full precision of the part that was not saved, and with one of all."""
-    job = Job(NODE, topology=1)
-    job.train(1)
-    state = job.comm.state_dict()
-    half = {
-        name: dict(list(part.items())[: len(part) // 2]) if isinstance(part, dict) else part
-        for name, part in state.items()
-    }
-    assert 0 < len(half["replica"]) < len(state["replica"])
-    job.save(str(tmp_path / "full"), comm=job.comm)
-    job.save(str(tmp_path / "partial"), comm=half)
-    job.save(str(tmp_path / "plain"))
-    losses = job.train(2)
-
-    assert continued(tmp_path / "full", Job(NODE, topology=1, at=1), has_state=True) == losses
-    for name, has_state in (("partial", True), ("plain", False)):
-        resumed = Job(NODE, topology=1, at=1)
-        found = continued(tmp_path / name, resumed, has_state=has_state)
-        assert found == pytest.approx(losses, abs=0.05), name
-        assert resumed.comm.audit()
-        toy.assert_replicas_identical(resumed.comm)
-
-
 @on_ranks(2, timeout=LIMIT)
 def test_the_documented_functions_save_resume_and_roll_back(tmp_path: Path) -> None:
     page = (ROOT / "docs/script-checkpoints.md").read_text(encoding="utf-8")

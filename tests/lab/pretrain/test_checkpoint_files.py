@@ -28,8 +28,6 @@ from sdp4bit_lab.common import files
 from sdp4bit_lab.common.files import SUMS, write_sums
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.checkpoint_files import TENSORS, find_checkpoints, open_checkpoint
-from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
-from sdp4bit_lab.pretrain.config.schedule import Schedule
 from tests.lab.pretrain.saved_runs import SavedRun, flip_bit, load_step, names, save_step
 from tests.ranks import one_rank
 
@@ -305,47 +303,34 @@ SETTINGS = {
 LONGER = SETTINGS | {"lr_decay_iters": 7}
 
 
-def warnings_of_load(folder: Path, settings: dict[str, Any], **options: bool) -> tuple[list[str], SavedRun]:
-    """Load a checkpoint with these settings; return the warnings and the run."""
+def warnings_of_load(folder: Path, settings: dict[str, Any], **options: bool) -> list[str]:
+    """Load a checkpoint with these settings; return the warnings."""
     run = SavedRun(None, settings=settings)
     run.checkpointer._config = replace(run.checkpointer._config, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.checkpointer.load(folder)
-    return [str(each.message) for each in caught if "continues differently" in str(each.message)], run
+    return [str(each.message) for each in caught if "continues differently" in str(each.message)]
 
 
 def test_one_warning_has_all_settings_that_change_the_numbers_and_the_next_rates(tmp_path):
     with one_rank():
         save_step(tmp_path, 3, settings=SETTINGS)
-        assert warnings_of_load(tmp_path, SETTINGS)[0] == []
-        (text,), run = warnings_of_load(tmp_path, LONGER | {"adam_beta2": 0.99, "global_batch_size": 16})
+        assert warnings_of_load(tmp_path, SETTINGS) == []
+        (text,) = warnings_of_load(tmp_path, LONGER | {"adam_beta2": 0.99, "global_batch_size": 16})
         changed = "--lr-decay-iters 3 (now 7), --adam-beta2 0.95 (now 0.99), --global-batch-size 8 (now 16)"
         assert f"it was trained with {changed}; step 4 has the learning rate 0.0064, by the saved" in text
-        assert "by the saved schedule 0.001 (--use-checkpoint" in text
-        assert run.checkpointer.schedule.rate(3) == pytest.approx(0.0064)
+        assert "by the saved schedule 0.001 (--override-opt_param-scheduler" in text
 
 
-def test_the_schedule_is_replaced_or_kept_without_a_warning_if_asked(tmp_path):
+def test_the_schedule_is_replaced_without_a_warning_if_asked(tmp_path):
     with one_rank():
         save_step(tmp_path, 3, settings=SETTINGS)
-        found, run = warnings_of_load(tmp_path, LONGER, override_opt_param_scheduler=True)
-        assert found == [] and run.checkpointer.schedule == Schedule.of(LONGER)
-        found, run = warnings_of_load(tmp_path, LONGER, use_checkpoint_opt_param_scheduler=True)
-        assert found == [] and run.checkpointer.schedule == Schedule.of(SETTINGS)
+        assert warnings_of_load(tmp_path, LONGER, override_opt_param_scheduler=True) == []
         # Settings that are not of the schedule are still warned of.
         changed = LONGER | {"clip_grad": 0.0}
-        (text,), _ = warnings_of_load(tmp_path, changed, override_opt_param_scheduler=True)
+        (text,) = warnings_of_load(tmp_path, changed, override_opt_param_scheduler=True)
         assert text.endswith("it was trained with --clip-grad 1.0 (now 0.0)")
-        save_step(tmp_path / "old", 3)
-        with pytest.raises(SettingError, match=r"has no schedule: leave --use-checkpoint-opt_param-sch"):
-            warnings_of_load(tmp_path / "old", LONGER, use_checkpoint_opt_param_scheduler=True)
-
-
-def test_the_options_of_megatron_conflict_with_each_other():
-    options = {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}
-    with pytest.raises(SettingError, match="--override-opt_param-scheduler and --use-checkpoint"):
-        CheckpointConfig(**options)
 
 
 def test_what_differs_from_the_saved_run_is_warned_of(tmp_path):
