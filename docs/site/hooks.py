@@ -19,6 +19,8 @@ LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 FOR_GITHUB = re.compile(r"<!-- github only -->\n.*?<!-- site -->\n", re.DOTALL)
 """Lines for readers of the files, such as how to build this site."""
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+CELL = re.compile(r"(<td[^>]*>)([^<]*(?:&nbsp;|\u00a0)[^<]*)</td>")
+"""A cell whose spaces do not break."""
 BUTTONS = (("Tutorial", "tutorial"), ("Install", "install"), ("Plan your cluster", "planning"))
 """Links at the top of the home page."""
 PAGES = {
@@ -111,6 +113,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     return text
 
 
+def _breaking_cell(found: re.Match[str]) -> str:
+    text = found[2].replace("&nbsp;", " ").replace("\u00a0", " ")
+    return f'{found[1]}<span class="number">{text}</span></td>'
+
+
 def _cells(notebook: str) -> Iterator[str]:
     """Yield the cells of a notebook and their outputs as Markdown."""
     for cell in json.loads(notebook)["cells"]:
@@ -145,6 +152,8 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
         lambda found: OPTION.sub(r'<span class="option">\g<0></span>', found[0]),
         html,
     )
+    # Ranges and intervals break on a phone only.
+    html = CELL.sub(_breaking_cell, html)
     if not page.file.src_uri.startswith("reference/"):
         return html
     html = re.sub(r":(?:class|func|meth):(?=<code>)", "", html)

@@ -110,3 +110,11 @@ def test_a_ratio_counts_the_step_without_the_validation_before_it(text: Path, tm
     assert metrics.compression_ratio(result.steps) == pytest.approx(
         sum(plain) / sum(step["inter_bytes"] for step in steps.values())
     )
+
+
+def test_a_resume_is_an_event_that_a_repeated_one_replaces(tmp_path: Path) -> None:
+    config = LoggingConfig(out=tmp_path, tensorboard=False)
+    for first_step in (0, 3, 3, 5, 4):
+        metrics.MetricsWriter(config, prefix="x:", steps=9, first_step=first_step).close()
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert events == [{"event": "resume", "step": 3}, {"event": "resume", "step": 4}]

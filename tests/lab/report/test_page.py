@@ -108,7 +108,7 @@ def test_a_browser_shows_values_switches_runs_off_and_runs_no_text_of_the_files(
         found.difference = await hover(2, {xval: 1});
         found.seconds = await hover(4, {xval: 100});
         found.bytes = await hover(5, {xval: 100});
-        const points = (number) => plot(number).querySelectorAll(".scatterlayer .point").length;
+        const points = (number) => plot(number).querySelectorAll(".cartesianlayer .point").length;
         found.points = [points(0), points(1)];
         found.marks = plot(0).querySelectorAll(".shapelayer path").length;
         found.bars = plot(7).data.map((trace) => [trace.x, trace.y]);
