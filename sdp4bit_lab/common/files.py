@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import io
+import json
 import os
 import re
 import socket
@@ -14,9 +15,15 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+<<<<<<< HEAD
 from typing import TYPE_CHECKING, TextIO
 
 from sdp4bit_lab.common.settings import SettingError
+=======
+from typing import TYPE_CHECKING, Any
+
+from sdp4bit_lab.common.settings import SettingError, require
+>>>>>>> h-flags
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,6 +85,16 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     rows = list(rows)
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip() for name, *cells in rows]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; SettingError names a file with other content."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"{path}: not JSON: {error}") from error
+    require(isinstance(value, dict), f"{path}: not a JSON object but {type(value).__name__}")
+    return dict(value)
 
 
 def write_atomically(path: Path, content: str) -> None:

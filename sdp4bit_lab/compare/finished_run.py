@@ -94,13 +94,13 @@ class FinishedRun:
         """Read result.json from the folder; SettingError if it is invalid."""
         path = folder / RESULT
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_bytes())
             content["losses"] = tuple(map(_number, content["losses"]))
             content["validation"] = tuple((step, _number(loss)) for step, loss in content["validation"])
             content["train_loss"] = _number(content["train_loss"])
             content["spikes"] = tuple(GradientSpike(*spike) for spike in content["spikes"])
             return cls(**content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise SettingError(
                 f"{path} cannot be read ({type(error).__name__}: {error}): delete it to repeat the run"
             ) from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sdp4bit.config import SDP4BitConfig
+from sdp4bit_lab.common.files import read_json_object
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import SettingError, require, require_at_least, require_positive
 from sdp4bit_lab.common.strategies import Strategy
@@ -163,16 +163,22 @@ class ClusterConfig:
 
 def _read_probe(path: Path) -> dict[str, Any]:
     try:
-        measured = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        measured = read_json_object(path)
+    except OSError as error:
         raise SettingError(f"--probe {path} cannot be read: {error}") from error
-    if not isinstance(measured, dict) or measured.get("format") != PROBE_FORMAT:
+    if measured.get("format") != PROBE_FORMAT:
         raise SettingError(
             f"--probe {path} was not written by this version of `sdp4bit probe`: "
             f"its format is not {PROBE_FORMAT}"
         )
     missing = [name for name in _PROBED if name not in measured]
     require(not missing, f"--probe {path} lacks {', '.join(missing)}")
+    for name in _PROBED[1:]:
+        value = measured[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+        require(
+            value is None or is_number, f"--probe {path}: {name} is {value!r}, not a number of at least 0"
+        )
     return {**{name: measured[name] for name in _PROBED}, "latency": Latency(message=measured["latency"])}
 
 

@@ -248,15 +248,21 @@ def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: b
     if not first_step or not path.is_file():
         return []
     events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             event = json.loads(line)
-        except ValueError:
+            is_repeated = validation_due and (event["event"], event["step"]) == ("validation", first_step)
+            is_kept = event["step"] <= first_step and not is_repeated
+        except (ValueError, RecursionError, KeyError, TypeError):
             # The run was killed while it wrote this line.
             continue
+<<<<<<< HEAD
         again = ("validation", "resume") if validation_due else ("resume",)
         is_repeated = event["event"] in again and event["step"] == first_step
         if event["step"] <= first_step and not is_repeated:
+=======
+        if is_kept:
+>>>>>>> h-flags
             events.append(event)
     return events
 

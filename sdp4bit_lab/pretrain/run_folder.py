@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+<<<<<<< HEAD
 from sdp4bit_lab.common.command_line import continuing_command
+=======
+from sdp4bit_lab.common.files import read_json_object
+>>>>>>> h-flags
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.checkpoint import Start
@@ -80,6 +83,6 @@ def _continued(config: CheckpointConfig, start: Start) -> set[Path]:
 def _saves(folder: Path) -> set[Path]:
     """Return the folder of checkpoints of the run with this folder, if it is recorded."""
     try:
-        return {Path(json.loads((folder / SETTINGS).read_bytes())["checkpoint"]["save"]).resolve()}
-    except (OSError, ValueError, KeyError, TypeError):
+        return {Path(read_json_object(folder / SETTINGS)["checkpoint"]["save"]).resolve()}
+    except (OSError, SettingError, KeyError, TypeError):
         return set()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sdp4bit_lab.common.files import read_json_object
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.stability import GradientSpike, gradient_spikes
 
@@ -105,7 +106,7 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
 
 def read_run(folder: Path, *, name: str) -> Run:
     """Return the run of a folder; errors as in `find_runs`."""
-    settings = _read_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    settings = read_json_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     run = Run(name=name, settings=settings)
     path = folder / METRICS
     lines = path.read_bytes().split(b"\n")
@@ -132,7 +133,7 @@ def _run_folders(path: Path) -> list[Path]:
 
 def _summary_order(path: Path) -> list[str]:
     """Return the run folders of a comparison in training order."""
-    runs = _read_object(path).get("runs") if path.is_file() else None
+    runs = read_json_object(path).get("runs") if path.is_file() else None
     if not isinstance(runs, list):
         return []
     return [f"{run.get('strategy')}-seed{run.get('seed')}" for run in runs if isinstance(run, dict)]
@@ -145,16 +146,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(folder) for folder in folders]
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise SettingError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise SettingError(f"{path}: not a JSON object but {type(value).__name__}")
-    return value
 
 
 def _add(run: Run, line: bytes, where: str) -> None:

@@ -162,6 +162,10 @@ class IndexedSamples:
             if not folder.is_dir():
                 self._keep(number, folder)
             return Epoch(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Epoch._fields))
+        except (ValueError, EOFError) as error:
+            raise SettingError(
+                f"{folder} is damaged ({error}): delete it, and it is written again"
+            ) from error
         except OSError as error:
             raise SettingError(
                 f"cannot use the cache folder {folder} ({error}): set --data-cache-path"

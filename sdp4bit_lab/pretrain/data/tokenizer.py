@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sdp4bit_lab.common.failures import is_failure, one_line
+from sdp4bit_lab.common.files import read_json_object
 from sdp4bit_lab.common.settings import SettingError, require
 from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 
@@ -167,11 +167,9 @@ def _failing_as(message: str) -> Iterator[None]:
 def _named_end(config: Path) -> tuple[str, ...]:
     """Read the end-of-text token from tokenizer_config.json."""
     try:
-        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        named = read_json_object(config).get("eos_token")
     except FileNotFoundError:
         return ()
-    except (OSError, ValueError, AttributeError) as error:
-        raise SettingError(f"{config} is not a JSON object: {error}") from error
     named = named.get("content") if isinstance(named, dict) else named
     return (named,) if isinstance(named, str) else ()
 
