@@ -15,15 +15,9 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-<<<<<<< HEAD
-from typing import TYPE_CHECKING, TextIO
-
-from sdp4bit_lab.common.settings import SettingError
-=======
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from sdp4bit_lab.common.settings import SettingError, require
->>>>>>> h-flags
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

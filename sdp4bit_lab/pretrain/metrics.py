@@ -247,22 +247,17 @@ def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: b
     path = config.folder / "metrics.jsonl"
     if not first_step or not path.is_file():
         return []
+    again = ("validation", "resume") if validation_due else ("resume",)
     events = []
     for line in path.read_bytes().splitlines():
         try:
             event = json.loads(line)
-            is_repeated = validation_due and (event["event"], event["step"]) == ("validation", first_step)
+            is_repeated = event["event"] in again and event["step"] == first_step
             is_kept = event["step"] <= first_step and not is_repeated
         except (ValueError, RecursionError, KeyError, TypeError):
             # The run was killed while it wrote this line.
             continue
-<<<<<<< HEAD
-        again = ("validation", "resume") if validation_due else ("resume",)
-        is_repeated = event["event"] in again and event["step"] == first_step
-        if event["step"] <= first_step and not is_repeated:
-=======
         if is_kept:
->>>>>>> h-flags
             events.append(event)
     return events
 

@@ -6,11 +6,8 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-<<<<<<< HEAD
 from sdp4bit_lab.common.command_line import continuing_command
-=======
 from sdp4bit_lab.common.files import read_json_object
->>>>>>> h-flags
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.checkpoint import Start
