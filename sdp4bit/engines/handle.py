@@ -267,7 +267,6 @@ class CommHandle(ABC):
         table = render([row_of(group, state.traffic_of(group)) for group in state.groups], full=full)
         hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
         hint = state.silence or hint
-        return "\n".join([table, *(wrapped(text) for text in (self._note, hint) if text)])
         found = self._layouts.found if self._layouts is not None else ""
         return "\n".join([table, *(wrapped(text) for text in (found, self._note, hint) if text)])
 

@@ -376,7 +376,10 @@ def simulate(
         stack.callback(dist.destroy_process_group)
         for module in (torch.cpu, torch.cuda):
             stack.enter_context(mock.patch.multiple(module, **handle))
-        # Groups on gloo would wait for other ranks.
+        # These would wait for other ranks, as groups on gloo would.
+        for module_name in ("agreement", "handle"):
+            name = f"sdp4bit.engines.{module_name}.wait_for_ranks"
+            stack.enter_context(mock.patch(name, lambda *_, **__: None))
         stack.enter_context(mock.patch("torch.distributed.new_group", _new_simulated_group))
         stack.enter_context(mock.patch("torch.cuda.default_stream", side_effect=default_stream))
         stack.enter_context(mock.patch("torch.accelerator.current_stream", handle["current_stream"]))

@@ -144,7 +144,9 @@ def test_nodes_are_found_by_host_name_and_machine() -> None:
     with hosts("aaaa", "1122"):
         comm = quantize_communication(toy.build())
     assert comm.groups[0].layout.describe() == "2 x 2"
-    assert "2 nodes by host name: a (machine 1), a (machine 2)" in " ".join(comm.explain().split())
+    assert "2 nodes by host name: a (machine 1), a (machine 2)" in " ".join(comm.explain().split()), (
+        comm.explain()
+    )
     comm.remove()
     together = (
         r"2 nodes on one machine, .* \('a': ranks 0, 1; 'b': ranks 2, 3\).* topology=4\. .* topology=2$"
@@ -268,5 +270,7 @@ def test_ranks_that_have_not_called_are_named_by_the_first_that_has() -> None:
     all_records: list[list[str]] = [[]] * 3
     dist.all_gather_object(all_records, records)
     ((first,), *others) = all_records
-    assert first.startswith("quantize_communication: rank 0 has waited 1 s for rank 1 to call it: all")
+    assert first.startswith(
+        "sdp4bit.quantize_communication: rank 0 has waited 1 s for rank 1 to call it. Call"
+    )
     assert others == [[], []]
