@@ -379,7 +379,7 @@ def simulate(
         # These would wait for other ranks, as groups on gloo would.
         for module_name in ("agreement", "handle"):
             name = f"sdp4bit.engines.{module_name}.wait_for_ranks"
-            stack.enter_context(mock.patch(name, lambda *_, **__: None))
+            stack.enter_context(mock.patch(name, return_value=None))
         stack.enter_context(mock.patch("torch.distributed.new_group", _new_simulated_group))
         stack.enter_context(mock.patch("torch.cuda.default_stream", side_effect=default_stream))
         stack.enter_context(mock.patch("torch.accelerator.current_stream", handle["current_stream"]))
