@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ def wait_for_ranks(ranks: Sequence[int], *, call: str) -> None:
     c10d: Any = dist.distributed_c10d
     store, me = c10d._get_default_store(), dist.get_rank()
     made = _made.setdefault(dist.group.WORLD, Counter())  # type: ignore[arg-type]
-    name = f"sdp4bit/{call}/{ranks[0]}, {len(ranks)}"
+    # All ranks name the meeting, because each counts its own ones, and a rank meets different others.
+    name = f"sdp4bit/{call}/{hashlib.sha256(str([*ranks]).encode()).hexdigest()[:16]}"
     key = f"{name}/{made[name]}"
     limit = (job_timeout() or _DEFAULT_TIMEOUT).total_seconds()
     patience = min(_PATIENCE, limit / 2)

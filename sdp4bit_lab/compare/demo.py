@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack, closing
 
 from sdp4bit_lab.common.files import lock_folder
@@ -44,6 +45,9 @@ def _demo(config: DemoConfig) -> int:
     comparison = config.comparison()
     if code := run_on_ranks(f"{__name__}:train", config=comparison, parallel=comparison.parallel):
         return code
+    # A signal has ended the training without an error, and that was printed.
+    if not _is_complete(config):
+        return 0
     phase("drawing the step times")
     times = stored or LinkTimes.read(config.links)
     if times is None:
@@ -65,6 +69,13 @@ def _stored(config: DemoConfig) -> LinkTimes | None:
     return (
         times if times is not None and not times.unreliable and times.dtype == config.compute_dtype else None
     )
+
+
+def _is_complete(config: DemoConfig) -> bool:
+    try:
+        return bool(json.loads((config.out / "summary.json").read_text(encoding="utf-8"))["complete"])
+    except FileNotFoundError:
+        return False
 
 
 def _time_links(config: DemoConfig) -> int:

@@ -127,6 +127,16 @@ def test_ranks_outside_of_a_models_group_are_not_waited_for() -> None:
         state.remove()
 
 
+@on_ranks(4)
+def test_a_rank_meets_one_after_the_other_in_models_of_different_layouts() -> None:
+    """Pairs of two models share their first rank and their number, but not the meetings before."""
+    rank = dist.get_rank()
+    columns, rows = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+    with timeout_of(20.0):
+        for ranks in (columns, rows, columns):
+            arrival.wait_for_ranks(ranks, call="comm.remove")
+
+
 @pytest.mark.unit
 def test_ranks_are_connected_through_groups_that_share_some() -> None:
     nodes: Any = None

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sdp4bit_lab.compare.links import LinkTimes
 from tests.lab.common.launch.started_ranks import (
     COMMAND,
     PRETRAIN,
@@ -150,7 +151,9 @@ def test_compare_demo_and_probe_leave_on_a_signal_to_the_group(tmp_path):
 
     out = tmp_path / "demo"
     out.mkdir()
-    (out / "links.txt").write_text("timed before")
+    seconds = dict.fromkeys((100, 250, 1000), ([1.0], [0.5]))
+    times = LinkTimes(seconds=seconds, sent=(2.0, 1.0), why_calculated="", unreliable={}, dtype="auto")
+    times.write(out / "links.json")
     demo = ["demo", "--out", str(out), "--cache-dir", str(tmp_path / "cache")]
     code, output = outcome_of_signal(signal.SIGTERM, demo, out=out)
     assert code == 0, output
