@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 
+from sdp4bit.addresses import page
 from sdp4bit.launcher import Launched, find_launcher
 from sdp4bit_lab.common.files import note
 from sdp4bit_lab.common.launch.config import RanksConfig
@@ -47,7 +48,7 @@ def _problem(found: Launched, parallel: RanksConfig) -> str:
     processes = max(size or 1, here)
     remedy = (
         f"This works on one machine: torchrun --standalone --nproc-per-node {processes} {_arguments()}. "
-        "docs/launching.md has several machines"
+        f"Several machines: {page('launching')}"
     )
     if is_pod := any(name.startswith("PET_") for name in found.seen):
         remedy = f"This works in each pod: torchrun {_arguments()}"
