@@ -354,7 +354,7 @@ class TestInputs:
         (tmp_path / "x.jsonl").write_text("{")
         (tmp_path / "x.parquet").write_bytes(b"")
         monkeypatch.setitem(sys.modules, "datasets", None)
-        message = r'x\.parquet needs the package datasets: pip install "sdp4bit\[data\]"'
+        message = r'x\.parquet needs the package datasets: pip install "\.\[data\]" in the checkout'
         with pytest.raises(SettingError, match=message):
             run(vocabulary, tmp_path / "x.jsonl", tmp_path / "x.parquet", to=tmp_path / "x")
 
