@@ -102,7 +102,7 @@ def test_a_wrong_option_of_the_self_test_is_named(tmp_path: Path) -> None:
     for arguments, message in (
         (["--steps", "many"], "--steps many: an integer is expected"),
         (["--device", "tpu"], "--device tpu: use one of auto, cpu (auto uses GPUs if available)"),
-        (["--step", "3"], "has no option --step: did you mean --steps?"),
+        (["--step", "3"], "has no option --step (did you mean --steps?)"),
         (["--steps", "0"], "--steps 0 must be at least 1"),
         (["--only", "kernel"], "--only 'kernel': give a comma-separated list of facts, kernels"),
     ):
