@@ -156,6 +156,6 @@ def test_the_command_exports_a_trained_model_and_names_what_is_in_the_way(tmp_pa
     assert main(["export", "--load", saved, "--out", hf]) == 0
     assert capsys.readouterr().out == f"sdp4bit: wrote {hf}\n"
     assert main(["export", "--load", saved, "--out", hf]) == 2
-    assert capsys.readouterr().err.endswith(f"\nsdp4bit: error: --out {hf} exists: give a new folder\n")
+    assert capsys.readouterr().err.endswith(f"sdp4bit: error: --out {hf} exists: give a new folder\n")
     with pytest.raises(SettingError, match="nowhere: no such folder"):
         export_model(ExportConfig(load=tmp_path / "nowhere", out=tmp_path / "out"))
