@@ -64,7 +64,9 @@ def wait_for_ranks(ranks: Sequence[int], *, call: str) -> None:
                     "Call it on all ranks, also on those without a model, and not under `if rank == 0`"
                 )
                 if absent and has_named:
-                    store.add(f"{key}/count", -1)
+                    if store.add(f"{key}/count", -1) == len(ranks) - 1:
+                        store.add(f"{key}/count", 1)
+                        continue  # the last one has come at this moment, and the others go on
                     store.delete_key(f"{key}/{me}")
                     raise ExchangeError(text, seconds=seconds)
                 if absent and me == here[0]:
