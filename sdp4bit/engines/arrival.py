@@ -66,7 +66,7 @@ def wait_for_ranks(ranks: Sequence[int], *, call: str) -> None:
                 if absent and has_named:
                     if store.add(f"{key}/count", -1) == len(ranks) - 1:
                         store.add(f"{key}/count", 1)
-                        continue  # the last one has come at this moment, and the others go on
+                        continue  # the last rank has come at this moment, and the others proceed
                     store.delete_key(f"{key}/{me}")
                     raise ExchangeError(text, seconds=seconds)
                 if absent and me == here[0]:
