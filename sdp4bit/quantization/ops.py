@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -84,11 +84,16 @@ def _automatic_backend(device_type: str) -> ModuleType:
     return _loaded[key]
 
 
-def _backend(tensor: Tensor, *layouts: MessageLayout) -> ModuleType:
+def backend_of(device: torch.device, layouts: Iterable[MessageLayout]) -> ModuleType:
+    """Return the operators of the back end for these layouts on a device, which check nothing."""
+    return _backend(device, *layouts)
+
+
+def _backend(device: torch.device, *layouts: MessageLayout) -> ModuleType:
     name = _forced[-1] if _forced else "auto"
     if name == "reference":
         return reference
-    module = _automatic_backend(tensor.device.type) if name == "auto" else _load(name)
+    module = _automatic_backend(device.type) if name == "auto" else _load(name)
     for layout in layouts:
         if module is not reference and layout.format.name not in module.FORMATS:
             _warn_of_format(module.__name__, layout.format.name)
@@ -189,7 +194,7 @@ def subtract_quantize(
             )
         check_device("nonfinite", nonfinite, messages=out)
     with profiler_range("sdp4bit::subtract_quantize"):
-        _backend(out, layout).subtract_quantize(
+        _backend(out.device, layout).subtract_quantize(
             main, replica=replica, out=out, layout=layout, clip=clip, blocks=blocks, nonfinite=nonfinite
         )
 
@@ -219,7 +224,7 @@ def dequantize_add(
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=messages)
     with profiler_range("sdp4bit::dequantize_add"):
-        _backend(replica, layout).dequantize_add(
+        _backend(replica.device, layout).dequantize_add(
             messages, replica=replica, layout=layout, accumulate=accumulate, blocks=blocks
         )
 
@@ -260,7 +265,7 @@ def hadamard_quantize(
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=out)
     with profiler_range("sdp4bit::hadamard_quantize"):
-        _backend(out, layout).hadamard_quantize(
+        _backend(out.device, layout).hadamard_quantize(
             values, out=out, layout=layout, hadamard=hadamard, rounding=rounding, skip=skip, blocks=blocks
         )
 
@@ -312,7 +317,7 @@ def dequantize_reduce_quantize(
                 f"{sent.parts} parts"
             )
     with profiler_range("sdp4bit::dequantize_reduce_quantize"):
-        _backend(out, received, sent).dequantize_reduce_quantize(
+        _backend(out.device, received, sent).dequantize_reduce_quantize(
             messages,
             received=received,
             out=out,
@@ -367,7 +372,7 @@ def dequantize_reduce_hadamard(
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=messages)
     with profiler_range("sdp4bit::dequantize_reduce_hadamard"):
-        _backend(out, layout).dequantize_reduce_hadamard(
+        _backend(out.device, layout).dequantize_reduce_hadamard(
             messages,
             out=out,
             layout=layout,
@@ -421,7 +426,7 @@ def dequantize_reduce_pieces(
         raise ValueError(f"messages must be a multiple of the {pieces} pieces, got {len(messages)}")
     check_values("out", out, messages=messages)
     with profiler_range("sdp4bit::dequantize_reduce_pieces"):
-        _backend(out, layout).dequantize_reduce_pieces(
+        _backend(out.device, layout).dequantize_reduce_pieces(
             messages,
             out=out,
             layout=layout,
@@ -444,7 +449,7 @@ def add_checksum(values: Tensor, *, out: Tensor) -> None:
             f"out must be int64 [] on {values.device}, got {out.dtype} {list(out.shape)} on {out.device}"
         )
     with profiler_range("sdp4bit::add_checksum"):
-        _backend(values).add_checksum(values, out=out)
+        _backend(values.device).add_checksum(values, out=out)
 
 
 def checksum(values: Tensor) -> Tensor:
