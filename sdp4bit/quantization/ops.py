@@ -3,20 +3,25 @@
 Every operator writes to the caller's buffer and returns nothing, so that buffers can be reused. CPU tensors
 use numba if it is installed and the reference otherwise, CUDA tensors use Triton. All back ends produce the
 same bytes, so ranks may use different ones. They define functions with the same names and arguments.
+
+Functions of this module check their arguments at every call. :func:`backend_of` returns operators that check
+nothing, for callers that have checked once.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from sdp4bit.addresses import install
 from sdp4bit.profiling import profiler_range
@@ -47,6 +52,8 @@ _AUTOMATIC = {"cpu": "numba", "cuda": "triton"}
 
 _loaded: dict[str, ModuleType] = {}
 _forced: list[BackendName] = []
+_is_checked = False
+"""Whether `backend_of` returns the checked operators."""
 
 
 def _is_available(name: str) -> bool:
@@ -84,11 +91,11 @@ def _automatic_backend(device_type: str) -> ModuleType:
     return _loaded[key]
 
 
-def _backend(tensor: Tensor, *layouts: MessageLayout) -> ModuleType:
+def _backend(device: torch.device, *layouts: MessageLayout) -> ModuleType:
     name = _forced[-1] if _forced else "auto"
     if name == "reference":
         return reference
-    module = _automatic_backend(tensor.device.type) if name == "auto" else _load(name)
+    module = _automatic_backend(device.type) if name == "auto" else _load(name)
     for layout in layouts:
         if module is not reference and layout.format.name not in module.FORMATS:
             _warn_of_format(module.__name__, layout.format.name)
@@ -189,7 +196,7 @@ def subtract_quantize(
             )
         check_device("nonfinite", nonfinite, messages=out)
     with profiler_range("sdp4bit::subtract_quantize"):
-        _backend(out, layout).subtract_quantize(
+        _backend(out.device, layout).subtract_quantize(
             main, replica=replica, out=out, layout=layout, clip=clip, blocks=blocks, nonfinite=nonfinite
         )
 
@@ -219,7 +226,7 @@ def dequantize_add(
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=messages)
     with profiler_range("sdp4bit::dequantize_add"):
-        _backend(replica, layout).dequantize_add(
+        _backend(replica.device, layout).dequantize_add(
             messages, replica=replica, layout=layout, accumulate=accumulate, blocks=blocks
         )
 
@@ -260,7 +267,7 @@ def hadamard_quantize(
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=out)
     with profiler_range("sdp4bit::hadamard_quantize"):
-        _backend(out, layout).hadamard_quantize(
+        _backend(out.device, layout).hadamard_quantize(
             values, out=out, layout=layout, hadamard=hadamard, rounding=rounding, skip=skip, blocks=blocks
         )
 
@@ -312,7 +319,7 @@ def dequantize_reduce_quantize(
                 f"{sent.parts} parts"
             )
     with profiler_range("sdp4bit::dequantize_reduce_quantize"):
-        _backend(out, received, sent).dequantize_reduce_quantize(
+        _backend(out.device, received, sent).dequantize_reduce_quantize(
             messages,
             received=received,
             out=out,
@@ -367,7 +374,7 @@ def dequantize_reduce_hadamard(
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=messages)
     with profiler_range("sdp4bit::dequantize_reduce_hadamard"):
-        _backend(out, layout).dequantize_reduce_hadamard(
+        _backend(out.device, layout).dequantize_reduce_hadamard(
             messages,
             out=out,
             layout=layout,
@@ -421,7 +428,7 @@ def dequantize_reduce_pieces(
         raise ValueError(f"messages must be a multiple of the {pieces} pieces, got {len(messages)}")
     check_values("out", out, messages=messages)
     with profiler_range("sdp4bit::dequantize_reduce_pieces"):
-        _backend(out, layout).dequantize_reduce_pieces(
+        _backend(out.device, layout).dequantize_reduce_pieces(
             messages,
             out=out,
             layout=layout,
@@ -444,7 +451,7 @@ def add_checksum(values: Tensor, *, out: Tensor) -> None:
             f"out must be int64 [] on {values.device}, got {out.dtype} {list(out.shape)} on {out.device}"
         )
     with profiler_range("sdp4bit::add_checksum"):
-        _backend(values).add_checksum(values, out=out)
+        _backend(values.device).add_checksum(values, out=out)
 
 
 def checksum(values: Tensor) -> Tensor:
@@ -452,3 +459,52 @@ def checksum(values: Tensor) -> Tensor:
     out = torch.zeros((), dtype=torch.int64, device=values.device)
     add_checksum(values, out=out)
     return out
+
+
+class Operators:
+    """The type of `backend_of`'s result, a module with these functions."""
+
+    subtract_quantize = staticmethod(subtract_quantize)
+    dequantize_add = staticmethod(dequantize_add)
+    hadamard_quantize = staticmethod(hadamard_quantize)
+    dequantize_reduce_quantize = staticmethod(dequantize_reduce_quantize)
+    dequantize_reduce_hadamard = staticmethod(dequantize_reduce_hadamard)
+    dequantize_reduce_pieces = staticmethod(dequantize_reduce_pieces)
+    add_checksum = staticmethod(add_checksum)
+
+
+class _Profiled:
+    """The operators of a back end in ranges of a profile, like the checked ones."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return partial(self._run, name)
+
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> None:
+        with profiler.record_function(f"sdp4bit::{name}"):
+            getattr(self._module, name)(*args, **kwargs)
+
+
+def backend_of(device: torch.device, layouts: Iterable[MessageLayout]) -> Operators:
+    """Return unchecked operators for these layouts on a device, of the back end that the checked ones use.
+
+    CPU kernels take raw addresses, so wrong arguments access foreign memory. Call this again for each run of
+    a collective, because the result depends on `use_backend` and on whether a profiler runs.
+    """
+    if _is_checked:
+        return cast(Operators, sys.modules[__name__])
+    module = _backend(device, *layouts)
+    return cast(Operators, _Profiled(module) if profiler._is_profiler_enabled else module)
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Make `backend_of` return the checked operators inside the block, in all threads (for tests)."""
+    global _is_checked
+    previous, _is_checked = _is_checked, True
+    try:
+        yield
+    finally:
+        _is_checked = previous
