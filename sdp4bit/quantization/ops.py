@@ -15,16 +15,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal, ParamSpec, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
 from sdp4bit.addresses import install
-from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
     check_blocks,
@@ -149,6 +148,47 @@ def use_backend(name: BackendName) -> Iterator[None]:
         _forced.pop()
 
 
+class _Profiled:
+    """The operators of a back end, as named ranges of a profile."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return partial(self._run, name)
+
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> None:
+        with profiler.record_function(f"sdp4bit::{name}"):
+            getattr(self._module, name)(*args, **kwargs)
+
+
+def _unchecked(device: torch.device, layouts: Iterable[MessageLayout]) -> Operators:
+    module = _backend(device, *layouts)
+    return cast(Operators, _Profiled(module) if profiler._is_profiler_enabled else module)
+
+
+P = ParamSpec("P")
+
+
+def operator(check: Callable[P, None]) -> Callable[P, None]:
+    """Make an operator from a function that has its signature and checks its arguments.
+
+    The operator runs the checks, then the function of this name of the back end for its tensors and layouts.
+    """
+
+    @wraps(check)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        check(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        # All tensors are on one device: the checks require it.
+        device = next(each.device for each in given if isinstance(each, Tensor))
+        layouts = [each for each in given if isinstance(each, MessageLayout)]
+        getattr(_unchecked(device, layouts), check.__name__)(*args, **kwargs)
+
+    return run
+
+
+@operator
 def subtract_quantize(
     main: Tensor,
     *,
@@ -195,12 +235,9 @@ def subtract_quantize(
                 f"nonfinite must be a bool scalar, got {nonfinite.dtype} {list(nonfinite.shape)}"
             )
         check_device("nonfinite", nonfinite, messages=out)
-    with profiler_range("sdp4bit::subtract_quantize"):
-        _backend(out.device, layout).subtract_quantize(
-            main, replica=replica, out=out, layout=layout, clip=clip, blocks=blocks, nonfinite=nonfinite
-        )
 
 
+@operator
 def dequantize_add(
     messages: Tensor,
     *,
@@ -225,12 +262,9 @@ def dequantize_add(
     check_values("replica", replica, messages=messages)
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=messages)
-    with profiler_range("sdp4bit::dequantize_add"):
-        _backend(replica.device, layout).dequantize_add(
-            messages, replica=replica, layout=layout, accumulate=accumulate, blocks=blocks
-        )
 
 
+@operator
 def hadamard_quantize(
     values: Tensor,
     *,
@@ -266,12 +300,9 @@ def hadamard_quantize(
     check_index("skip", skip, count=destinations)
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=out)
-    with profiler_range("sdp4bit::hadamard_quantize"):
-        _backend(out.device, layout).hadamard_quantize(
-            values, out=out, layout=layout, hadamard=hadamard, rounding=rounding, skip=skip, blocks=blocks
-        )
 
 
+@operator
 def dequantize_reduce_quantize(
     messages: Tensor,
     *,
@@ -318,21 +349,9 @@ def dequantize_reduce_quantize(
                 f"own needs skip, the part that it receives, and messages of one part, got skip={skip} and "
                 f"{sent.parts} parts"
             )
-    with profiler_range("sdp4bit::dequantize_reduce_quantize"):
-        _backend(out.device, received, sent).dequantize_reduce_quantize(
-            messages,
-            received=received,
-            out=out,
-            sent=sent,
-            rounding=rounding,
-            dither=dither,
-            skip=skip,
-            own=own,
-            hadamard=hadamard,
-            multiplier=multiplier,
-        )
 
 
+@operator
 def dequantize_reduce_hadamard(
     messages: Tensor,
     *,
@@ -373,21 +392,9 @@ def dequantize_reduce_hadamard(
         check_own(own, numel=numel, messages=messages)
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=messages)
-    with profiler_range("sdp4bit::dequantize_reduce_hadamard"):
-        _backend(out.device, layout).dequantize_reduce_hadamard(
-            messages,
-            out=out,
-            layout=layout,
-            hadamard=hadamard,
-            multiplier=multiplier,
-            dither=dither,
-            part=part,
-            skip=skip,
-            own=own,
-            blocks=blocks,
-        )
 
 
+@operator
 def dequantize_reduce_pieces(
     messages: Tensor,
     *,
@@ -427,19 +434,9 @@ def dequantize_reduce_pieces(
     if len(messages) % pieces:
         raise ValueError(f"messages must be a multiple of the {pieces} pieces, got {len(messages)}")
     check_values("out", out, messages=messages)
-    with profiler_range("sdp4bit::dequantize_reduce_pieces"):
-        _backend(out.device, layout).dequantize_reduce_pieces(
-            messages,
-            out=out,
-            layout=layout,
-            pieces=pieces,
-            stride=stride,
-            hadamard=hadamard,
-            multiplier=multiplier,
-            dither=dither,
-        )
 
 
+@operator
 def add_checksum(values: Tensor, *, out: Tensor) -> None:
     """Add to `out`, int64 [], a number that any single flipped bit of values changes (`checksum.py`).
 
@@ -450,8 +447,6 @@ def add_checksum(values: Tensor, *, out: Tensor) -> None:
         raise ValueError(
             f"out must be int64 [] on {values.device}, got {out.dtype} {list(out.shape)} on {out.device}"
         )
-    with profiler_range("sdp4bit::add_checksum"):
-        _backend(values.device).add_checksum(values, out=out)
 
 
 def checksum(values: Tensor) -> Tensor:
@@ -473,20 +468,6 @@ class Operators:
     add_checksum = staticmethod(add_checksum)
 
 
-class _Profiled:
-    """The operators of a back end in ranges of a profile, like the checked ones."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return partial(self._run, name)
-
-    def _run(self, name: str, *args: Any, **kwargs: Any) -> None:
-        with profiler.record_function(f"sdp4bit::{name}"):
-            getattr(self._module, name)(*args, **kwargs)
-
-
 def backend_of(device: torch.device, layouts: Iterable[MessageLayout]) -> Operators:
     """Return unchecked operators for these layouts on a device, of the back end that the checked ones use.
 
@@ -495,8 +476,7 @@ def backend_of(device: torch.device, layouts: Iterable[MessageLayout]) -> Operat
     """
     if _is_checked:
         return cast(Operators, sys.modules[__name__])
-    module = _backend(device, *layouts)
-    return cast(Operators, _Profiled(module) if profiler._is_profiler_enabled else module)
+    return _unchecked(device, layouts)
 
 
 @contextmanager
