@@ -17,9 +17,8 @@ from sdp4bit.collectives.transport import (
     PendingTransfer,
     Running,
     SideStream,
-    all_gather_blocks,
     run,
-    start_all_gather_rows,
+    start_all_gather,
 )
 from sdp4bit.config import WeightConfig
 from sdp4bit.profiling import profiler_range
@@ -191,7 +190,7 @@ class WeightReplica:
                 peers[0].copy_(row)
             else:
                 what = self._what("full-precision", "inter")
-                transfer = start_all_gather_rows(peers, row, topology.inter, what=what)
+                transfer = start_all_gather(peers[None], row[None], topology.inter, what=what)
                 self._traffic.count(row.nbytes * (topology.nodes - 1), level="inter")
         # This frame keeps the row alive while the transfer reads it.
         yield
@@ -199,7 +198,8 @@ class WeightReplica:
 
         # 2. Node by node, so that ranks end in the order of the group.
         if self.holds_all_rows and topology.intra is not None:
-            all_gather_blocks(target, peers, topology.intra, what=self._what("full-precision", "intra"))
+            what = self._what("full-precision", "intra")
+            start_all_gather(target, peers, topology.intra, what=what).wait()
             nbytes = row.nbytes * topology.nodes * (topology.ranks_per_node - 1)
             self._traffic.count(nbytes, level="intra")
 
@@ -286,7 +286,7 @@ class WeightReplica:
                     replica=self._own(replica) if differs else None,
                     out=own.parts[i][0],
                     layout=message.layouts[i],
-                    clip=1.0 if section.is_fine else self.config.effective_clip,
+                    clip=plan.clips[i],
                     blocks=table,
                     nonfinite=self.nonfinite,
                 )
@@ -303,7 +303,7 @@ class WeightReplica:
                 messages.all.copy_(own.all)
             else:
                 what = self._what("quantized", "inter")
-                pending = start_all_gather_rows(messages.all, own.all[0], topology.inter, what=what)
+                pending = start_all_gather(messages.all[None], own.all, topology.inter, what=what)
                 self._traffic.count(plan.inter.nbytes, level="inter", padding_bytes=plan.inter.padding_bytes)
         # The transfer reads the message alone. The caller may have copied the main shard to pass it.
         del row, as_gathered
@@ -317,7 +317,7 @@ class WeightReplica:
                 gathered = self._scratch.split("intra receive", topology.size, message, device=device)
                 blocks = gathered.all.view(topology.nodes, topology.ranks_per_node, message.nbytes)
                 what = self._what("quantized", "intra")
-                all_gather_blocks(blocks, messages.all, topology.intra, what=what)
+                start_all_gather(blocks, messages.all, topology.intra, what=what).wait()
                 self._traffic.count(plan.intra.nbytes, level="intra", padding_bytes=plan.intra.padding_bytes)
                 messages = gathered
 
@@ -355,7 +355,8 @@ class WeightReplica:
         # Row r = node * ranks_per_node + local rank, straight from the replica: no tensor besides the output.
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         with profiler_range(f"sdp4bit::weight_gather ({self._name})"):
-            all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))
+            what = self._what("replica", "intra")
+            start_all_gather(blocks, self.rows, topology.intra, what=what).wait()
         self._traffic.count(self.rows.nbytes * (topology.ranks_per_node - 1), level="intra")
 
     def quantize(self, row: Tensor, replica: Tensor, out: Tensor, *, section: Section = WHOLE) -> None:

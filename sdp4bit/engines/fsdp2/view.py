@@ -434,7 +434,9 @@ class FSDPView:
         # the host with CPU offload.
         pieces, device = [], self.device
         for param in self.params:
-            data = plain_values(param.fsdp_param._sharded_param_data)
+            data = param.fsdp_param._sharded_param_data
+            if self.has_subclasses:
+                data = plain_values(data)
             if param.holds_bits and self.row_dtype is not None:
                 data = data.to(device=device, dtype=param.dtype).view(self.row_dtype)
             pieces.append(data.to(device=device, dtype=dtype))
