@@ -61,7 +61,7 @@ class PendingTransfer:
         """
         self._works = works
         self._what = what
-        self._group = group
+        self._torch_group = group
         self._peers = peers
 
     def wait(self) -> None:
@@ -82,7 +82,7 @@ class PendingTransfer:
                         raise
                     peers = None if self._peers is None else [self._peers[index]]
                     raise exchange_error(
-                        error, what=self._what, group=self._group, start=start, peers=peers
+                        error, what=self._what, group=self._torch_group, start=start, peers=peers
                     ) from error
 
 

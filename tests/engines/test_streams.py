@@ -291,7 +291,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "message buffers of all-reduces of two roots": ("HSDP, two roots", _shared_buffers),
     "message buffers of two slices": (
         "pipeline chunks",
-        lambda: mock.patch.object(exchange, "CHUNKS_UNDER_WAY", 1),
+        lambda: mock.patch.object(transport, "CHUNKS_UNDER_WAY", 1),
     ),
     "gradients are used before they are averaged": (
         "DDP",
