@@ -13,14 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sdp4bit.traffic import Level
-
-PLACES: dict[Level, str] = {
-    "intra": "inside the node",
-    "inter": "between nodes",
-    "outer": "between blocks of nodes",
-}
-"""Descriptions of the levels for messages."""
 _SIGNS = (
     "gloo/transport",
     "connectFullMesh failed",

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from sdp4bit.collectives.pipeline import MOST_CHUNKS, cut_into_chunks, pipeline_chunks
+from sdp4bit.collectives.plan import MOST_CHUNKS, cut_into_chunks, pipeline_chunks
 from sdp4bit.collectives.topology import Nodes, arrange
 from sdp4bit.config import GradientConfig
 from sdp4bit.observe.explain import describe_gradients

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
 from sdp4bit.collectives import topology as topologies
-from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows, start_all_to_all
+from sdp4bit.collectives.transport import all_gather_blocks, start_all_gather_rows, start_all_to_all
 from sdp4bit.collectives.topology import (
     Nodes,
     arrange,

@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sdp4bit.collectives import exchange
-from sdp4bit.collectives.pipeline import advance
+from sdp4bit.collectives import transport
+from sdp4bit.collectives.transport import advance
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook
 from sdp4bit.engines.megatron.patches import GroupPatch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.sections import Range, take_ranges
-from sdp4bit.collectives.work import HostCopy
+from sdp4bit.collectives.transport import HostCopy
 from sdp4bit.engines.edits import LARGEST_SMALL_EDIT
 from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.quantization import ops

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.group import GradientQuantizer, Reduction, mean_factor, reduction_multiplier
 from sdp4bit.collectives.sections import Section
-from sdp4bit.collectives.work import CompletedWork, DeferredWork
+from sdp4bit.collectives.transport import CompletedWork, DeferredWork, all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Refresh
 from sdp4bit.engines.fsdp2.group import FSDPGroup
@@ -310,7 +309,7 @@ class ReplicateGroup(_Hook):
 
 def _quantized_sections(
     group: FSDPGroup, state: FSDPModelState, numel: int, quantizer: GradientQuantizer | None
-) -> Sequence[Section]:
+) -> tuple[Section, ...]:
     """Return the sections of a row to quantize; none for full precision."""
     config = group.gradient_config
     if quantizer is None or config is None or state.steps < config.start_step or numel < config.min_numel:

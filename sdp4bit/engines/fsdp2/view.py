@@ -271,7 +271,9 @@ class FSDPView:
 
     def requiring_grad(self) -> frozenset[int]:
         """Return the indices of the parameters that require a gradient now."""
-        return frozenset(i for i, param in enumerate(self.params) if param.sharded.requires_grad)
+        # Asked for several times in a step, so without a call per parameter.
+        params = [param.fsdp_param.sharded_param for param in self.params]
+        return frozenset([i for i, param in enumerate(params) if param.requires_grad])
 
     def has_gradient(self, chosen: Collection[int]) -> bool:
         """Return whether a param that no rank holds empty has a gradient, of those chosen by index."""

@@ -200,7 +200,7 @@ class BucketState(Group):
         """Reduce gradients like `reduce`; yield whenever a transfer is in flight."""
         assert self.reduction is not None
         arguments = self._next_reduction(input, op, sample_numel)
-        for each in self.reduction.chunks(self.reduction.cut(output, input), whole=True, **arguments):
+        for each in self.reduction.chunks(output, input, in_one_chunk=True, **arguments):
             yield from each
 
     def _next_reduction(self, input: Tensor, op: object, sample_numel: int | None) -> dict[str, Any]:

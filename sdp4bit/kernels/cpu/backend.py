@@ -244,9 +244,9 @@ def subtract_quantize(
     replica: Tensor | None,
     out: Tensor,
     layout: MessageLayout,
-    clip: float,
-    blocks: Tensor | None,
-    nonfinite: Tensor | None,
+    clip: float = 1.0,
+    blocks: Tensor | None = None,
+    nonfinite: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
     main = _readable(main)
@@ -270,7 +270,7 @@ def dequantize_add(
     replica: Tensor,
     layout: MessageLayout,
     accumulate: bool,
-    blocks: Tensor | None,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
     rows = replica.shape[0]
@@ -297,8 +297,8 @@ def hadamard_quantize(
     layout: MessageLayout,
     hadamard: bool,
     rounding: RoundingKey | None,
-    skip: int | None,
-    blocks: Tensor | None,
+    skip: int | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
     values = _readable(values)
