@@ -269,18 +269,15 @@ class WeightReplica:
         kernels, differs = ops.backend_of(device, plan.layouts), self.sends_differences
         with profiler_range(self._refresh_range):
             # 1. Transfers of several replicas may be in flight on this stream, so each takes a slot.
-            tables = [
-                self._scratch.table(section.blocks, device=device) if section.is_in_place else None
-                for section in plan.sections
-            ]
-            held = [
-                rows if table is not None else section.take(rows)
-                for section, table in zip(plan.sections, tables, strict=True)
-            ]
             if self._slot is None:
                 self._slot = self._scratch.take_slot()
             own = self._scratch.split(f"send {self._slot}", 1, message, device=device)
-            for i, (section, table, replica) in enumerate(zip(plan.sections, tables, held, strict=True)):
+            held: list[tuple[Section, Tensor, Tensor | None]] = []
+            for i, section in enumerate(plan.sections):
+                is_in_place = section.is_in_place
+                table = self._scratch.table(section.blocks, device=device) if is_in_place else None
+                replica = rows if is_in_place else section.take(rows)
+                held.append((section, replica, table))
                 kernels.subtract_quantize(
                     row if table is not None else section.take(row),
                     replica=self._own(replica) if differs else None,
@@ -322,7 +319,7 @@ class WeightReplica:
                 messages = gathered
 
             # 4. The owner's row, too, changes by its message and not by the exact difference.
-            for i, (section, table, replica) in enumerate(zip(plan.sections, tables, held, strict=True)):
+            for i, (section, replica, table) in enumerate(held):
                 kernels.dequantize_add(
                     messages.parts[i],
                     replica=replica.view(-1, replica.shape[-1]),
