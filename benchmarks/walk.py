@@ -199,7 +199,8 @@ def _functions(path: str) -> dict[int, str]:
             inside = [*names, child.name]
             if isinstance(child, ast.FunctionDef):
                 # The first line of a function with decorators is that of the first one.
-                yield min(each.lineno for each in [child, *child.decorator_list]), ".".join(inside)
+                first = child.decorator_list[0] if child.decorator_list else child
+                yield first.lineno, ".".join(inside)
             yield from below(child, inside)
 
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
@@ -239,7 +240,7 @@ def _traced(trace: Trace) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
-        threading.settrace(before)  # type: ignore[arg-type]
+        threading.settrace(before)
 
 
 def page(trace: Trace) -> str:
