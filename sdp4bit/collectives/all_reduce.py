@@ -25,7 +25,7 @@ from sdp4bit.collectives.reduce_scatter import (
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.collectives.topology import Nodes, Topology
-from sdp4bit.collectives.transport import all_gather_blocks, pipelined, run
+from sdp4bit.collectives.transport import pipelined, run, start_all_gather
 from sdp4bit.config import GradientConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
@@ -301,7 +301,7 @@ class QuantizedAllReduce:
                 name = f"gather {gather.level}"
                 gathered = self._scratch.split(name, count * size, plan.message, device=device)
                 blocks = gathered.all.view(count, size, plan.message.nbytes)
-                all_gather_blocks(blocks, messages.all, group, what=self._what[gather.level])
+                start_all_gather(blocks, messages.all, group, what=self._what[gather.level]).wait()
                 self._traffic.count(gather.nbytes, level=gather.level, padding_bytes=gather.padding_bytes)
                 messages = gathered
 

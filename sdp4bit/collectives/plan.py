@@ -433,6 +433,7 @@ class RefreshPlan(Plan):
     grid: Grid
     rows: int  # of the replica on one rank
     sections: tuple[Section, ...]
+    clips: tuple[float, ...]  # of the sections, see `ops.subtract_quantize`
     exact: tuple[Range, ...]  # ranges that are sent as they are, because they hold bits
     message: Message  # a part per section, then one for all exact ranges
     layouts: tuple[MessageLayout, ...]  # one of each format
@@ -499,6 +500,7 @@ def plan_refresh(
         grid=grid,
         rows=grid.size if holds_all else grid.nodes,
         sections=sections,
+        clips=tuple(1.0 if each.is_fine else config.effective_clip for each in sections),
         exact=tuple(exact),
         message=message,
         layouts=one_of_each_format([message]),

@@ -61,7 +61,7 @@ class PendingTransfer:
         """
         self._works = works
         self._what = what
-        self._group = group
+        self._torch_group = group
         self._peers = peers
 
     def wait(self) -> None:
@@ -82,7 +82,7 @@ class PendingTransfer:
                         raise
                     peers = None if self._peers is None else [self._peers[index]]
                     raise exchange_error(
-                        error, what=self._what, group=self._group, start=start, peers=peers
+                        error, what=self._what, group=self._torch_group, start=start, peers=peers
                     ) from error
 
 
@@ -127,65 +127,40 @@ def start_all_to_all(
     return PendingTransfer(works, what=what, group=group, peers=peers * 2)
 
 
-def start_all_gather_rows(
+def start_all_gather(
     received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather"
 ) -> PendingTransfer:
-    """Start receiving row i of `received` from rank i of the group, which passes it as `sent`.
+    """Start receiving sent[k] of rank i of the group as received[k, i], without a copy.
 
     Concurrent gathers in a group must start in the same order on all ranks.
-
-    Args:
-        received: [group size, *sent.shape], contiguous.
-        sent: contiguous.
-        what: description for errors.
-    """
-    if not _is_pairwise(group):
-        with comm_error_context(what, group=group):
-            # On the current stream, so there is nothing to wait for.
-            _all_gather_native(received.view(-1), sent.view(-1), group=group)
-        return PendingTransfer([])
-    rank, size = group.rank(), group.size()
-    peers = [(rank + i) % size for i in range(1, size)]
-    with comm_error_context(what, group=group):
-        works = [dist.irecv(received[p], group=group, group_src=p) for p in peers]
-        works += [dist.isend(sent, group=group, group_dst=p) for p in peers]
-    received[rank].copy_(sent)
-    return PendingTransfer(works, what=what, group=group, peers=peers * 2)
-
-
-def all_gather_blocks(
-    received: Tensor, sent: Tensor, group: ProcessGroup, *, what: str = "all-gather"
-) -> None:
-    """Receive sent[k] of rank i of the group as received[k, i], without a copy.
 
     Args:
         received: [blocks, group size, n], contiguous.
         sent: [blocks, n], contiguous.
         what: description for errors.
     """
-    if len(sent) == 1:
-        start_all_gather_rows(received[0], sent[0], group, what=what).wait()
-        return
     if not _is_pairwise(group):
-        # One call and one launch for all received[k], which are contiguous. torch's coalescing context
-        # manager would cost the host some microseconds per block.
-        options = AllgatherOptions()
-        options.asyncOp = False
+        # On the current stream, so there is nothing to wait for.
         with comm_error_context(what, group=group):
+            if len(sent) == 1:
+                _all_gather_native(received.view(-1), sent.view(-1), group=group)
+                return PendingTransfer([])
+            # One call and one launch for all received[k], which are contiguous. torch's coalescing context
+            # manager would cost the host some microseconds per block.
+            options = AllgatherOptions()
+            options.asyncOp = False
             gather = getattr(group, _GATHER_SEVERAL)
             work = gather(received.flatten(1).unbind(), sent.unbind(), options)
-        PendingTransfer([work], what=what, group=group).wait()
-        return
-    rank, size = group.rank(), group.size()
+        return PendingTransfer([work], what=what, group=group)
+    rank, size, blocks = group.rank(), group.size(), range(len(sent))
     peers = [(rank + i) % size for i in range(1, size)]
-    blocks = range(sent.shape[0])
     # The tag is the block, because a peer sends several messages.
     with comm_error_context(what, group=group):
         works = [dist.irecv(received[k, p], group=group, group_src=p, tag=k) for p in peers for k in blocks]
         works += [dist.isend(sent[k], group=group, group_dst=p, tag=k) for p in peers for k in blocks]
     received[:, rank].copy_(sent)
     of_works = [p for p in peers for _ in blocks] * 2
-    PendingTransfer(works, what=what, group=group, peers=of_works).wait()
+    return PendingTransfer(works, what=what, group=group, peers=of_works)
 
 
 def all_gather_dense(

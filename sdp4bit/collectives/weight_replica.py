@@ -17,9 +17,8 @@ from sdp4bit.collectives.transport import (
     PendingTransfer,
     Running,
     SideStream,
-    all_gather_blocks,
     run,
-    start_all_gather_rows,
+    start_all_gather,
 )
 from sdp4bit.config import WeightConfig
 from sdp4bit.profiling import profiler_range
@@ -191,7 +190,7 @@ class WeightReplica:
                 peers[0].copy_(row)
             else:
                 what = self._what("full-precision", "inter")
-                transfer = start_all_gather_rows(peers, row, topology.inter, what=what)
+                transfer = start_all_gather(peers[None], row[None], topology.inter, what=what)
                 self._traffic.count(row.nbytes * (topology.nodes - 1), level="inter")
         # This frame keeps the row alive while the transfer reads it.
         yield
@@ -199,7 +198,8 @@ class WeightReplica:
 
         # 2. Node by node, so that ranks end in the order of the group.
         if self.holds_all_rows and topology.intra is not None:
-            all_gather_blocks(target, peers, topology.intra, what=self._what("full-precision", "intra"))
+            what = self._what("full-precision", "intra")
+            start_all_gather(target, peers, topology.intra, what=what).wait()
             nbytes = row.nbytes * topology.nodes * (topology.ranks_per_node - 1)
             self._traffic.count(nbytes, level="intra")
 
@@ -269,24 +269,21 @@ class WeightReplica:
         kernels, differs = ops.backend_of(device, plan.layouts), self.sends_differences
         with profiler_range(self._refresh_range):
             # 1. Transfers of several replicas may be in flight on this stream, so each takes a slot.
-            tables = [
-                self._scratch.table(section.blocks, device=device) if section.is_in_place else None
-                for section in plan.sections
-            ]
-            held = [
-                rows if table is not None else section.take(rows)
-                for section, table in zip(plan.sections, tables, strict=True)
-            ]
             if self._slot is None:
                 self._slot = self._scratch.take_slot()
             own = self._scratch.split(f"send {self._slot}", 1, message, device=device)
-            for i, (section, table, replica) in enumerate(zip(plan.sections, tables, held, strict=True)):
+            held: list[tuple[Section, Tensor, Tensor | None]] = []
+            for i, section in enumerate(plan.sections):
+                is_in_place = section.is_in_place
+                table = self._scratch.table(section.blocks, device=device) if is_in_place else None
+                replica = rows if is_in_place else section.take(rows)
+                held.append((section, replica, table))
                 kernels.subtract_quantize(
                     row if table is not None else section.take(row),
                     replica=self._own(replica) if differs else None,
                     out=own.parts[i][0],
                     layout=message.layouts[i],
-                    clip=1.0 if section.is_fine else self.config.effective_clip,
+                    clip=plan.clips[i],
                     blocks=table,
                     nonfinite=self.nonfinite,
                 )
@@ -303,7 +300,7 @@ class WeightReplica:
                 messages.all.copy_(own.all)
             else:
                 what = self._what("quantized", "inter")
-                pending = start_all_gather_rows(messages.all, own.all[0], topology.inter, what=what)
+                pending = start_all_gather(messages.all[None], own.all, topology.inter, what=what)
                 self._traffic.count(plan.inter.nbytes, level="inter", padding_bytes=plan.inter.padding_bytes)
         # The transfer reads the message alone. The caller may have copied the main shard to pass it.
         del row, as_gathered
@@ -317,12 +314,12 @@ class WeightReplica:
                 gathered = self._scratch.split("intra receive", topology.size, message, device=device)
                 blocks = gathered.all.view(topology.nodes, topology.ranks_per_node, message.nbytes)
                 what = self._what("quantized", "intra")
-                all_gather_blocks(blocks, messages.all, topology.intra, what=what)
+                start_all_gather(blocks, messages.all, topology.intra, what=what).wait()
                 self._traffic.count(plan.intra.nbytes, level="intra", padding_bytes=plan.intra.padding_bytes)
                 messages = gathered
 
             # 4. The owner's row, too, changes by its message and not by the exact difference.
-            for i, (section, table, replica) in enumerate(zip(plan.sections, tables, held, strict=True)):
+            for i, (section, replica, table) in enumerate(held):
                 kernels.dequantize_add(
                     messages.parts[i],
                     replica=replica.view(-1, replica.shape[-1]),
@@ -355,7 +352,8 @@ class WeightReplica:
         # Row r = node * ranks_per_node + local rank, straight from the replica: no tensor besides the output.
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         with profiler_range(f"sdp4bit::weight_gather ({self._name})"):
-            all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))
+            what = self._what("replica", "intra")
+            start_all_gather(blocks, self.rows, topology.intra, what=what).wait()
         self._traffic.count(self.rows.nbytes * (topology.ranks_per_node - 1), level="intra")
 
     def quantize(self, row: Tensor, replica: Tensor, out: Tensor, *, section: Section = WHOLE) -> None:
