@@ -313,6 +313,14 @@ def test_every_short_sequence_of_events_is_decided_like_the_table() -> None:
     assert count == sum(len(EVENTS) ** length for length in range(4)) and states == {*NEXT}
 
 
+def check_step_before_agreement(ranks: Ranks) -> None:
+    """A checkpoint saved after a step holds that the step is due, unless something else is already."""
+    fresh = ranks.copied().all[0]
+    before = fresh.due_params()
+    fresh.note_step(by_hand=True)
+    assert fresh.due_params() == (TRAINABLE if fresh.is_current else before)
+
+
 def test_every_event_in_every_state_is_decided_like_the_table() -> None:
     """From each state and with each reason, however many events lead to it."""
     found, waiting = [Model()], [Ranks()]
@@ -322,6 +330,7 @@ def test_every_event_in_every_state_is_decided_like_the_table() -> None:
             after = ranks.copied()
             act(after)
             after.check()
+            check_step_before_agreement(after)
             if after.model not in found:
                 found.append(after.model)
                 waiting.append(after)
