@@ -104,13 +104,13 @@ def _block_of(row, blocks, number, shift):
 
 @inline
 def _finish_block(total, target, summand, flags, call, count, spare):
-    """Transform and scale a block of sums, add it to the summand if `own` exists, and write it."""
+    """Transform and scale a block of sums, add it to the summand unless that is 0, and write it."""
     block = load_f32(total)
     if flags.hadamard:
         block = hadamard32(block)
     if call.multiplier != ONE_BITS:
         block = block * splat(float_from_bits(call.multiplier))
-    if call.own:
+    if summand:
         block = block + load_values(summand, call.own_is_bf16, count, spare)
     store_values(target, call.is_bf16, count, block, spare)
 
@@ -280,16 +280,16 @@ def dequantize_rows(thread, threads, parameters):
         if flags.has_blocks:
             for i in range(0, count, 32):
                 place, size = _block_of(target, call.blocks, (start + i) >> 5, shift)
-                summand = place if call.own == call.out else added + (i << own_shift)
+                summand = place if call.own == call.out else added + (i << own_shift) if call.own else 0
                 _finish_block(total + 4 * i, place, summand, flags, call, size, spare)
         else:
             target += start << shift
             whole = min(count, (end - start) & ~31)
             for i in range(0, whole, 32):
-                summand = added + (i << own_shift)
+                summand = added + (i << own_shift) if call.own else 0
                 _finish_block(total + 4 * i, target + (i << shift), summand, flags, call, 32, spare)
             if whole < min(count, end - start):
-                place, summand = target + (whole << shift), added + (whole << own_shift)
+                place, summand = target + (whole << shift), added + (whole << own_shift) if call.own else 0
                 _finish_block(total + 4 * whole, place, summand, flags, call, end - start - whole, spare)
         start += work.tile
         if start >= layout.padded_numel:
