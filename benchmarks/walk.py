@@ -16,7 +16,7 @@ import textwrap
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -97,8 +97,8 @@ STOPS = {
             "in four numbered steps. It pauses at `yield` while the transfer is in flight.",
             "kernels.cpu.backend:subtract_quantize": "One kernel subtracts the replica from the main shard "
             "and writes codes and scales into the message.",
-            "collectives.transport:start_all_gather_rows": "This is the only transfer of weights between "
-            "nodes: one message to the rank with the same local rank on every other node.",
+            "collectives.transport:start_all_gather": "It starts the only transfer of weights "
+            "between nodes: one message to the rank with the same local rank on every other node.",
             "engines.fsdp2.freshness:Freshness.sent": "The level falls to `NOTHING`. Checksums of the row "
             "are kept for the next forward.",
             "collectives.transport:DeferredWork.wait": "On CPUs the second half of the refresh runs when "
@@ -171,7 +171,7 @@ class Trace:
     """In the order of their first calls, by the part of the step."""
     lines: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     part: str = ""
-    """The key of `STOPS` that runs; nothing is recorded while it is empty."""
+    """The key of `STOPS` that runs."""
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
         """Record a call or a line; a function for `sys.settrace`."""
@@ -179,7 +179,7 @@ class Trace:
         if not path.startswith(f"{LIBRARY}/"):
             return None
         name = _functions(path).get(frame.f_code.co_firstlineno)
-        if self.part and name is not None:
+        if name is not None:
             self.lines[name].add(frame.f_lineno)
             if name not in self.calls[self.part]:
                 self.calls[self.part].append(name)
@@ -218,13 +218,13 @@ def traced_step() -> Trace:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     comm = sdp4bit.quantize_communication(model, topology=2)
     trace = Trace()
-    with _traced(trace):
-        for is_last in (False, False, True):
-            trace.part = "forward" if is_last else ""
+    for is_last in (False, False, True):
+        with _traced(trace) if is_last else nullcontext():
+            trace.part = "forward"
             loss = model(torch.randn(8, 64)).float().square().mean()
-            trace.part = "backward" if is_last else ""
+            trace.part = "backward"
             loss.backward()
-            trace.part = "optimizer" if is_last else ""
+            trace.part = "optimizer"
             optimizer.step()
             optimizer.zero_grad()
     comm.remove()
