@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sdp4bit_lab.selftest.config import SelftestConfig
 
 _CONFIG_FILE = ("yaml",) if sys.version_info >= (3, 11) else ("yaml", "tomli")
-_TRAINING = ("tyro", "rich", "tensorboard", "tokenizers", *_CONFIG_FILE)
+_TRAINING = ("tyro", "rich", "safetensors", "tensorboard", "tokenizers", *_CONFIG_FILE)
 _ABOUT = (
     "4-bit communication for sharded data parallel training. `sdp4bit COMMAND --help` shows the common "
     "options, `--help-all` all of them, and `sdp4bit --version` the version."
