@@ -197,7 +197,7 @@ def _only_others_start_processes(request: pytest.FixtureRequest) -> Iterator[Non
         yield
 
 
-PACKAGES = ("tyro", "rich", "matplotlib", "tokenizers", "scipy", "jinja2", "yaml")
+PACKAGES = ("rich", "matplotlib", "tokenizers", "scipy", "jinja2", "yaml")
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 NEEDING = (
     *("compare/*", "report/*", "plan/test_[cdp]*.py"),
