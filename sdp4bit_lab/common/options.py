@@ -68,7 +68,7 @@ class Option:
             raise SettingError(f"{flag} {text}: {expected} is expected") from None
 
     def add_to(self, group: Any, *, is_short: bool) -> None:
-        """Add the option to a group of argparse, for `--help` in full or with the first sentence alone."""
+        """Add the option to a group of argparse, with all of its text or with the first sentence."""
         flags, text, value, place = self.flags, self.text, self.value, f"{self.section}.{self.name}"
         if is_short:
             text = re.split(r"[.;:](?= |$)", text, maxsplit=1)[0]
