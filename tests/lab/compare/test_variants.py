@@ -59,7 +59,10 @@ def test_shared_options_apply_to_strategies_that_use_them_and_a_variant_s_own_wi
         ("fast", "'fast' is unknown: use one of sdp4bit, "),
         ("qwd:wq-group-size=33", "must be a positive multiple of 32"),
         ("qwd:quantized-gradients", "conflicts with --quantized-weights"),
-        ("tlq:wq-group-size=64", "no effect with strategy tlq, which does not quantize weights: .* use sdp4bit, "),
+        (
+            "tlq:wq-group-size=64",
+            "no effect with strategy tlq, which does not quantize weights: .* use sdp4bit, ",
+        ),
         ("qwd:replica=full,qwd: replica=full", "qwd:replica=full is given twice"),
     ],
 )
