@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.collectives.exchange import start_all_to_all
 from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.transport import start_all_to_all
 from sdp4bit_lab.common import strategies
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 from sdp4bit_lab.pretrain.model.gpt import GPT, Block

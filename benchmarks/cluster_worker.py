@@ -34,7 +34,7 @@ from benchmarks.cluster_strategies import (
     build_model,
     device,
 )
-from sdp4bit.collectives.exchange import PendingExchange
+from sdp4bit.collectives.transport import PendingTransfer
 
 OUTSIDE = "Python outside of operators"
 PARTS = {
@@ -95,9 +95,9 @@ def _meet(hosts: dist.ProcessGroup | None) -> None:
 
 def profile(step: TrainingStep, steps: int, *, hosts: dist.ProcessGroup | None) -> dict[str, Any]:
     """Return the time of one step by its parts, on this rank."""
-    wait = record_function("wait")(PendingExchange.wait)
+    wait = record_function("wait")(PendingTransfer.wait)
     with (
-        mock.patch.object(PendingExchange, "wait", wait),
+        mock.patch.object(PendingTransfer, "wait", wait),
         profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profiled,
     ):
         seconds = run(step, steps, hosts=hosts)["seconds"]

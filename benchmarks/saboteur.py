@@ -111,7 +111,7 @@ def instrument(saboteur: Saboteur, *, folder: Path, rank: int) -> None:
     """Wrap the functions of all phases."""
     import torch
 
-    from sdp4bit.collectives.exchange import PendingExchange
+    from sdp4bit.collectives.transport import PendingTransfer
     from sdp4bit_lab.pretrain.checkpoint import Checkpointer
     from sdp4bit_lab.pretrain.checkpoint_files import CheckpointWriter, find_checkpoints
     from sdp4bit_lab.pretrain.loop import TrainingLoop
@@ -120,7 +120,7 @@ def instrument(saboteur: Saboteur, *, folder: Path, rank: int) -> None:
 
     saboteur.watch(GPT, "forward", "forward")
     saboteur.watch(torch.Tensor, "backward", "backward")
-    saboteur.watch(PendingExchange, "wait", "exchange")
+    saboteur.watch(PendingTransfer, "wait", "exchange")
     saboteur.watch(torch.optim.AdamW, "step", "optimizer")
     saboteur.watch(TrainingLoop, "validate", "validation")
     saboteur.watch(Checkpointer, "save", "checkpoint copy")

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sdp4bit import AuditConfig, SDP4BitConfig
-from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.transport import all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state

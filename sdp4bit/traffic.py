@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from sdp4bit.quantization.layout import JointLayout
-
 Level = Literal["intra", "inter", "outer"]
 """Inside a node, between nodes (with blocks: of one block), or between blocks of nodes."""
+PLACES: dict[Level, str] = {
+    "intra": "inside the node",
+    "inter": "between nodes",
+    "outer": "between blocks of nodes",
+}
+"""Descriptions of the levels for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,9 @@ class TrafficCounter:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        # Of a row, the share that each rank of a ring over all of them sends inside its node, and to others.
+        between = grid.nodes if grid.nodes > 1 else 0
+        self._shares = _ring_shares(grid.size, between)
         self._total = Traffic()
         self.current_step = Traffic()  # traffic since the last optimizer step
         self.last_step = Traffic()  # traffic between the last two optimizer steps
@@ -121,24 +128,21 @@ class TrafficCounter:
         self._total = self._total + self.current_step
         self.last_step, self.current_step = self.current_step, Traffic()
 
-    def count_messages(self, layout: JointLayout, *, level: Level, peers: int, copies: int = 1) -> None:
-        """Count `copies` messages of this layout to each of `peers` ranks of the level."""
-        self.count_bytes(layout.nbytes * copies, level=level, peers=peers)
-        self.current_step.padding_bytes += layout.padding_bytes * copies * peers
-
-    def count_bytes(self, nbytes: int, *, level: Level, peers: int) -> None:
-        """Count `nbytes` to each of `peers` ranks of the level; all levels between nodes are one sum."""
+    def count(self, nbytes: int, *, level: Level, padding_bytes: float = 0.0) -> None:
+        """Count the bytes of one collective to all peers; all levels between nodes are one sum."""
+        step = self.current_step
         if level == "intra":
-            self.current_step.intra_bytes += nbytes * peers
+            step.intra_bytes += nbytes
         else:
-            self.current_step.inter_bytes += nbytes * peers
-        self.current_step.collectives += 1
+            step.inter_bytes += nbytes
+        step.padding_bytes += padding_bytes
+        step.collectives += 1
 
     def count_plain(self, row_bytes: int, members: Sequence[int] | None = None) -> None:
         """Count the bytes that plain FSDP2 would have sent here; see `count_ring`."""
-        intra, inter = self._ring(row_bytes, members)
-        self.current_step.plain_intra_bytes += intra
-        self.current_step.plain_inter_bytes += inter
+        intra, inter = self._shares if members is None else self._shares_of(members)
+        self.current_step.plain_intra_bytes += row_bytes * intra
+        self.current_step.plain_inter_bytes += row_bytes * inter
 
     def count_ring(self, row_bytes: int, members: Sequence[int] | None = None) -> None:
         """Count a ring collective of the backend over rows of this size.
@@ -146,16 +150,21 @@ class TrafficCounter:
         Args:
             members: participating ranks, in order; None for all.
         """
-        intra, inter = self._ring(row_bytes, members)
-        self.current_step.intra_bytes += intra
-        self.current_step.inter_bytes += inter
+        intra, inter = self._shares if members is None else self._shares_of(members)
+        self.current_step.intra_bytes += row_bytes * intra
+        self.current_step.inter_bytes += row_bytes * inter
         self.current_step.collectives += 1
 
-    def _ring(self, row_bytes: float, members: Sequence[int] | None) -> tuple[float, float]:
-        grid = self._grid
-        size, between = grid.size, grid.nodes if grid.nodes > 1 else 0
-        if members is not None:
-            nodes = [rank // grid.ranks_per_node for rank in members]
-            size, between = len(nodes), sum(a != b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True))
-        sent = row_bytes * (size - 1)
-        return sent * (size - between) / size, sent * between / size
+    def _shares_of(self, members: Sequence[int]) -> tuple[float, float]:
+        nodes = [rank // self._grid.ranks_per_node for rank in members]
+        pairs = zip(nodes, nodes[1:] + nodes[:1], strict=True)
+        return _ring_shares(len(nodes), sum(one != other for one, other in pairs))
+
+
+def _ring_shares(size: int, between: int) -> tuple[float, float]:
+    """Return the rows that a rank of a ring sends inside its node and to other nodes, on average.
+
+    Args:
+        between: neighbors in the ring that are on different nodes.
+    """
+    return (size - 1) * (size - between) / size, (size - 1) * between / size

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from sdp4bit.quantization import ops
 from tests import mutations, ranks
 
 ECOSYSTEM = (
@@ -194,6 +195,13 @@ def _only_others_start_processes(request: pytest.FixtureRequest) -> Iterator[Non
         yield
         _running_unit.pop()
     else:
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _operators_check_their_arguments() -> Iterator[None]:
+    """Bind the checked operators, because CPU kernels take raw addresses; `ranks` does so, too."""
+    with ops.checked():
         yield
 
 

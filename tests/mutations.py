@@ -22,6 +22,7 @@ from sdp4bit.collectives.group import reduction_multiplier
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.ddp.hook import DDPCommState
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook, ReplicateGroup
+from sdp4bit.quantization import ops
 
 Fired = list[str]
 """An entry for every call that was broken."""
@@ -145,8 +146,8 @@ PREVIOUS, FIRST_RANK, TWICE = (
 WEIGHTS = (PREVIOUS, FIRST_RANK, TWICE)
 
 
-def _weight_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callable[..., Any]]]:
-    start, apply = WeightReplica.start_quantized_refresh, WeightReplica.apply
+def _weight_seams(name: str, fired: Fired) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    start, apply = WeightReplica.start_quantized_refresh, ops.dequantize_add
     refreshed: list[WeightReplica] = []
 
     def start_unless_first(self: WeightReplica, row: Tensor, **options: Any) -> None:
@@ -164,14 +165,14 @@ def _weight_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callable
                 dist.broadcast(row, group=group, group_src=0)
         start(self, row, **options)
 
-    def apply_twice(self: WeightReplica, messages: Tensor, rows: Tensor, **options: Any) -> None:
-        apply(self, messages, rows, **options)
-        if self.sends_differences:
+    def apply_twice(messages: Tensor, *, accumulate: bool, **options: Any) -> None:
+        apply(messages, accumulate=accumulate, **options)
+        if accumulate:
             fired.append(name)
-            apply(self, messages, rows, **options)
+            apply(messages, accumulate=accumulate, **options)
 
     if name == TWICE:
-        yield WeightReplica, "apply", apply_twice
+        yield ops, "dequantize_add", apply_twice
     else:
         wrapped = start_unless_first if name == PREVIOUS else start_with_first_rank
         yield WeightReplica, "start_quantized_refresh", wrapped

@@ -191,7 +191,7 @@ def _run_rank(
         )
         for each in before:
             each()
-        with ops.use_backend(backend):
+        with ops.checked(), ops.use_backend(backend):
             result = getattr(function, "in_rank", function)(*args)
         dist.barrier()
         dist.destroy_process_group()

@@ -132,6 +132,19 @@ def test_the_site_links_a_public_repository_only(
     assert config.site_name == f"name {sdp4bit.__version__}"
 
 
+def test_a_link_to_a_function_leads_to_its_line(hooks: ModuleType) -> None:
+    path = "sdp4bit/engines/fsdp2/freshness.py"
+    lines = (ROOT / path).read_text().splitlines()
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="walk.md"))
+    config = SimpleNamespace(repo_url="https://example.com/one/two")
+    for name, line in (("Freshness.sent", "    def sent("), ("Due", "class Due(")):
+        link = hooks.on_page_markdown(f"[`{name}`](../{path})", page, config)
+        number = link.rpartition(f"{path}#L")[2].removesuffix(")")
+        assert lines[int(number) - 1].startswith(line)
+    for name in ("Due.sent", "freshness.py"):
+        assert hooks.on_page_markdown(f"[`{name}`](../{path})", page, config).endswith(f"{path})")
+
+
 def test_a_page_contains_the_tables_that_it_includes(hooks: ModuleType) -> None:
     def shown(name: str, text: str) -> str:
         page = SimpleNamespace(file=SimpleNamespace(src_uri=name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import posixpath
@@ -136,11 +137,22 @@ def _link_to(path: str, found: re.Match[str], *, up: str, url: str, homes: dict[
     is_image, text, _, anchor = found.groups(default="")
     inside = path.removeprefix("docs/") if path.startswith("docs/") else PAGES.get(path)
     if inside is None:
-        return f"[{text}]({url}/blob/HEAD/{path}{anchor})" if url else text
+        return f"[{text}]({url}/blob/HEAD/{path}{anchor or _line_of(text, path)})" if url else text
     if inside in homes:
         title = (DOCS / inside).read_text(encoding="utf-8").partition("\n# ")[2].partition("\n")[0]
         inside, anchor = homes[inside], anchor or f"#{title.lower().replace(' ', '-')}"
     return f"{is_image}[{text}]({up}{inside}{anchor})"
+
+
+def _line_of(text: str, path: str) -> str:
+    """Return the anchor of the function that a link to a source file names; an empty string for none."""
+    if not path.endswith(".py"):
+        return ""
+    node: ast.AST | None = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    for name in text.strip("`").split("."):
+        below = ast.walk(node) if node is not None else ()
+        node = next((each for each in below if getattr(each, "name", "") == name), None)
+    return f"#L{node.lineno}" if isinstance(node, ast.ClassDef | ast.FunctionDef) else ""
 
 
 def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:

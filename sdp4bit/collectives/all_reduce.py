@@ -3,51 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.errors import PLACES
-from sdp4bit.collectives.exchange import all_gather_blocks
-from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_stride_and_length
-from sdp4bit.collectives.pipeline import group_unit, pipelined, run
+from sdp4bit.collectives.plan import (
+    AllReducePlan,
+    Plans,
+    group_unit,
+    is_long_enough,
+    piece_count,
+    plan_all_reduce,
+)
 from sdp4bit.collectives.reduce_scatter import (
     QuantizedReduceScatter,
-    SectionRows,
+    SectionValues,
     count_nonfinite,
     upper_halves,
 )
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.sections import Section, split_messages, whole_row
+from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.collectives.topology import Nodes, Topology
+from sdp4bit.collectives.transport import pipelined, run, start_all_gather
 from sdp4bit.config import GradientConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.formats import Bits
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
-from sdp4bit.quantization.layout import JointLayout, MessageLayout
-from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, derive_series, pack_stream
-from sdp4bit.traffic import Level, TrafficCounter
+from sdp4bit.quantization.random import KeySeries, RoundingKey, Stage, derive_keys, derive_series, pack_stream
+from sdp4bit.traffic import PLACES, TrafficCounter
 
 
-@dataclass(frozen=True, kw_only=True)
-class SectionValues:
-    """A section of the reduced tensor, which is cut into one piece per rank."""
-
-    section: Section
-    values: Tensor  # [m], contiguous
-
-    def pieces(self, count: int) -> Tensor:
-        """View the values as pieces [count, length]; see `piece_stride_and_length`."""
-        stride, length = piece_stride_and_length(self.values.numel(), pieces=count, unit=self.section.unit)
-        return self.values.as_strided((count, length), (stride, 1))
-
-
-def sections_of(values: Tensor, sections: Sequence[Section]) -> list[SectionValues]:
-    """Return the sections of values [n], contiguous; () for a single one."""
-    chosen = sections or whole_row(values.numel())
-    return [SectionValues(section=section, values=section.take(values)) for section in chosen]
+def pieces_of(values: Tensor, plan: AllReducePlan, index: int) -> Tensor:
+    """View values [m] of a section, contiguous, as pieces [count, length]; see `piece_stride_and_length`."""
+    return values.as_strided((plan.count, plan.lengths[index]), (plan.strides[index], 1))
 
 
 class PieceQuantizer:
@@ -63,98 +53,83 @@ class PieceQuantizer:
         """Create a quantizer; see QuantizedAllReduce for `ranks` and `bucket`."""
         self.count = piece_count(layout)
         """Number of pieces; the rank of row r in the group has piece r % count."""
+        self.plans = Plans[AllReducePlan]()
+        self._grid, self._config = layout.grid, config
         self._ranks = ranks
         self._seed = seed
         self._bucket = bucket
         between_nodes = layout.nodes > 1
         self.bits = config.inter_bits if between_nodes else config.intra_bits
         """Bits of a value; None for full precision."""
-        self._group_size = config.inter_group_size if between_nodes else config.intra_group_size
         self._rounding = config.inter_rounding if between_nodes else config.intra_rounding
         self._hadamard = config.hadamard and self.bits is not None
 
-    def message_layout(self, pieces: Sequence[Tensor], sections: Sequence[SectionValues]) -> JointLayout:
-        """Return the layout of the message that carries a rank's pieces of all sections."""
-        return JointLayout(
-            tuple(
-                each.section.layout(piece.numel(), bits=self.bits, group_size=self._group_size)
-                for piece, each in zip(pieces, sections, strict=True)
-            )
+    def plan(self, sections: tuple[Section, ...]) -> AllReducePlan:
+        """Return the plan of values that are made up of these sections, made at their first use."""
+        return self.plans.of(
+            sections, make=lambda: plan_all_reduce(sections, grid=self._grid, config=self._config)
         )
 
     def quantize(
-        self, pieces: Sequence[Tensor], out: Tensor, *, call: int, row: int, sections: Sequence[SectionValues]
+        self, plan: AllReducePlan, pieces: Sequence[Tensor], out: Sequence[Tensor], *, call: int, row: int
     ) -> None:
         """Write the message that carries a rank's pieces of all sections.
 
         Args:
             pieces: [n] each, fp32, bf16 or fp16.
-            out: uint8 [1, nbytes] of the layout.
+            out: parts of the message, uint8 [1, nbytes].
             row: row of the rank in the group, for the rounding bits.
         """
-        layout = self.message_layout(pieces, sections)
-        for piece, part, message, each in zip(
-            pieces, layout.layouts, split_messages(out, layout), sections, strict=True
-        ):
-            key = None if self._rounding == "nearest" else self._key(each.section.call(call), row)
-            rows = piece.view(1, 1, -1)
-            ops.hadamard_quantize(rows, out=message, layout=part, hadamard=self._hadamard, rounding=key)
+        kernels = ops.backend_of(out[0].device, plan.layouts)
+        for i, section in enumerate(plan.sections):
+            kernels.hadamard_quantize(
+                pieces[i].view(1, 1, -1),
+                out=out[i],
+                layout=plan.message.layouts[i],
+                hadamard=self._hadamard,
+                rounding=None if self._rounding == "nearest" else self._key(section.call(call), row),
+                skip=None,
+                blocks=None,
+            )
 
     def restore(
         self,
-        messages: Tensor,
+        plan: AllReducePlan,
+        messages: Sequence[Tensor],
+        taken: Sequence[Tensor],
         values: Tensor,
         *,
         call: int,
-        sections: Sequence[SectionValues],
         multiplier: float = 1.0,
     ) -> None:
         """Write the pieces of all ranks, times the multiplier, to their places.
 
         Args:
-            messages: uint8 [ranks, nbytes], in the order of the ranks.
-            values: [n], fp32, bf16 or fp16, contiguous; the sections are parts of it.
+            messages: parts of the messages, uint8 [ranks, nbytes], in the order of the ranks.
+            taken: the sections of the values, [m] each, contiguous: views, or copies to write to first.
+            values: [n], fp32, bf16 or fp16, contiguous.
         """
-        of_all = [each.pieces(self.count) for each in sections]
-        layout = self.message_layout([pieces[0] for pieces in of_all], sections)
-        for pieces, part, parts, each in zip(
-            of_all, layout.layouts, split_messages(messages, layout), sections, strict=True
-        ):
-            self._restore(
-                parts,
-                out=each.values,
-                layout=part,
-                call=each.section.call(call),
-                pieces=self.count,
-                stride=pieces.stride(0),
-                multiplier=multiplier,
+        kernels = ops.backend_of(values.device, plan.layouts)
+        inverse = multiplier * INVERSE_FACTOR if self._hadamard else multiplier
+        for i, (section, target) in enumerate(zip(plan.sections, taken, strict=True)):
+            # All pieces of a section in one launch, so that its cost does not grow with the ranks.
+            kernels.dequantize_reduce_pieces(
+                messages[i],
+                out=target,
+                layout=plan.message.layouts[i],
+                pieces=plan.count,
+                stride=plan.strides[i],
+                hadamard=self._hadamard,
+                multiplier=inverse,
+                dither=self._series(section.call(call)),
             )
-            each.section.put(each.values, values)
+            section.put(target, values)
 
-    def _restore(
-        self,
-        messages: Tensor,
-        *,
-        out: Tensor,
-        layout: MessageLayout,
-        call: int,
-        pieces: int,
-        stride: int,
-        multiplier: float,
-    ) -> None:
-        """Write all pieces of a section in one launch, so that its cost does not grow with the ranks."""
-        stream = self._stream(call, self._ranks[0])
-        is_dither, step = self._rounding == "dither", self._ranks.step
-        ops.dequantize_reduce_pieces(
-            messages,
-            out=out,
-            layout=layout,
-            pieces=pieces,
-            stride=stride,
-            hadamard=self._hadamard,
-            multiplier=multiplier * INVERSE_FACTOR if self._hadamard else multiplier,
-            dither=derive_series(self._seed, stream, rank_step=step) if is_dither else None,
-        )
+    def _series(self, call: int) -> KeySeries | None:
+        """Return the keys with which the dither of all pieces is subtracted."""
+        if self._rounding != "dither":
+            return None
+        return derive_series(self._seed, self._stream(call, self._ranks[0]), rank_step=self._ranks.step)
 
     def _stream(self, call: int, rank: int) -> int:
         return pack_stream(step=call, bucket=self._bucket, stage=Stage.GATHER, rank=rank)
@@ -169,13 +144,22 @@ class PieceQuantizer:
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return values [n], fp32, contiguous, as they arrive in a message of the first rank."""
-        whole = sections_of(values, ())
-        layout = self.message_layout([values], whole)
-        message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
-        self.quantize([values], message, call=0, row=0, sections=whole)
         result = torch.empty_like(values)
-        self._restore(
-            message, out=result, layout=layout.layouts[0], call=0, pieces=1, stride=0, multiplier=1.0
+        group_size = self._config.inter_group_size if self._grid.nodes > 1 else self._config.intra_group_size
+        layout = Section().layout(values.numel(), bits=self.bits, group_size=group_size)
+        message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
+        key = None if self._rounding == "nearest" else self._key(0, 0)
+        rows = values.view(1, 1, -1)
+        ops.hadamard_quantize(rows, out=message, layout=layout, hadamard=self._hadamard, rounding=key)
+        ops.dequantize_reduce_pieces(
+            message,
+            out=result,
+            layout=layout,
+            pieces=1,
+            stride=0,
+            hadamard=self._hadamard,
+            multiplier=INVERSE_FACTOR if self._hadamard else 1.0,
+            dither=self._series(0),
         )
         return result
 
@@ -213,14 +197,15 @@ class QuantizedAllReduce:
         self._topology = topology
         self._traffic = traffic or topology.counter()
         self._scratch = scratch or Scratch()
-        self._name = name or f"group {bucket}"
+        name = name or f"group {bucket}"
         layout, ranks = topology.layout, ranks or range(topology.size)
         self._pieces = PieceQuantizer(layout, config=config, seed=seed, ranks=ranks, bucket=bucket)
         reduced_over = topology
         if self._pieces.count < layout.size:
             # Two nodes: each reduces the same pieces, and step 5 adds the sums of both.
-            node = replace(layout, ranks=tuple(layout.members("intra")[topology.node]), nodes=1)
-            reduced_over = replace(topology, layout=node, node=0, inter=None)
+            ranks_here = tuple(layout.members("intra")[topology.node])
+            node = replace(layout, ranks=ranks_here, nodes=1, blocks=1)
+            reduced_over = replace(topology, layout=node, node=0, inter=None, outer=None)
         self._reduction = QuantizedReduceScatter(
             reduced_over,
             config=config,
@@ -230,8 +215,11 @@ class QuantizedAllReduce:
             bucket=bucket,
             traffic=self._traffic,
             scratch=self._scratch,
-            name=f"{self._name} over the replicate dimension",
+            name=f"{name} over the replicate dimension",
         )
+        self._range = f"sdp4bit::all_reduce ({name})"
+        what = f"quantized gradient all-gather of {name} over the replicate dimension"
+        self._what = {level: f"{what}, {place}" for level, place in PLACES.items()}
 
     @property
     def config(self) -> GradientConfig:
@@ -259,7 +247,7 @@ class QuantizedAllReduce:
         call: int,
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
-        sections: Sequence[Section] = (),
+        sections: tuple[Section, ...] = (),
     ) -> None:
         """Replace values by their sum over all ranks, times the multiplier.
 
@@ -283,50 +271,50 @@ class QuantizedAllReduce:
             if multiplier != 1.0:
                 values.mul_(multiplier)
             return
-        with profiler_range(f"sdp4bit::all_reduce ({self._name})"):
+        with profiler_range(self._range):
             # 1. Reduce-scatter of one piece per section.
-            cut = sections_of(values, sections)
-            own: Sequence[Tensor] = [each.values for each in cut]
-            if self._reduction.hops:
-                rows = [each.pieces(self._pieces.count) for each in cut]
-                lengths = [row.shape[1] for row in rows]
-                own = torch.empty(sum(lengths), dtype=torch.float32, device=device).split(lengths)
-                chosen = [
-                    SectionRows(section=each.section, rows=row, output=output, numel=output.numel())
-                    for each, row, output in zip(cut, rows, own, strict=True)
-                ]
-                with profiler_range(f"sdp4bit::reduce_scatter ({self._reduction.name})"):
-                    run(pipelined(self._reduction.chunks(chosen, call=call)))
+            plan = self.plan(sections or whole_row(numel))
+            taken = [section.take(values) for section in plan.sections]
+            own: Sequence[Tensor] = taken
+            if plan.reduce.hops:
+                own = torch.empty(sum(plan.lengths), dtype=torch.float32, device=device).split(plan.lengths)
+                chosen = [SectionValues(pieces_of(each, plan, i), own[i]) for i, each in enumerate(taken)]
+                with profiler_range(self._reduction.range):
+                    run(pipelined(self._reduction.reduce(plan.reduce, chosen, call=call)))
+                del chosen
             # The bytes of a ring all-reduce.
             self._traffic.count_plain(round(2 * values.nbytes / topology.size))
 
             # 2. One message per rank. Without slots: this call runs to its end on one stream, so the
             # next one finds all buffers free.
-            layout = self._pieces.message_layout(own, cut)
-            messages = self._scratch.messages("gather send", 1, layout.nbytes, device=device)
-            self._pieces.quantize(own, messages, call=call, row=topology.row, sections=cut)
+            messages = self._scratch.split("gather send", 1, plan.message, device=device)
+            self._pieces.quantize(plan, own, messages.parts, call=call, row=topology.row)
             if nonfinite is not None:
-                sent = split_messages(messages, layout)
-                nonfinite += count_nonfinite([*map(upper_halves, sent, layout.layouts)])
+                nonfinite += count_nonfinite([*map(upper_halves, messages.parts, plan.message.layouts)])
 
             # 3. and 4. All-gather in the levels of the reduce-scatter, from the outermost one. The messages
             # of a level are put between those that arrived before, so that message r = node * ranks_per_node
             # + local rank is row r, as step 5 expects.
-            for level, size in reversed(topology.layout.levels.items()):
-                group = topology.group(level)
-                if group is None:
-                    continue
-                count = len(messages)
-                gathered = self._scratch.messages(
-                    f"gather {level}", count * size, layout.nbytes, device=device
-                )
-                blocks, what = gathered.view(count, size, layout.nbytes), self._what(level)
-                all_gather_blocks(blocks, messages, group, what=what)
-                self._traffic.count_messages(layout, level=level, peers=size - 1, copies=count)
+            for gather in plan.gathers:
+                group, count, size = topology.group(gather.level), gather.copies, gather.peers + 1
+                assert group is not None
+                name = f"gather {gather.level}"
+                gathered = self._scratch.split(name, count * size, plan.message, device=device)
+                blocks = gathered.all.view(count, size, plan.message.nbytes)
+                start_all_gather(blocks, messages.all, group, what=self._what[gather.level]).wait()
+                self._traffic.count(gather.nbytes, level=gather.level, padding_bytes=gather.padding_bytes)
                 messages = gathered
 
             # 5. Restore all pieces, this rank's own included, from the messages.
-            self._pieces.restore(messages, values, call=call, multiplier=multiplier, sections=cut)
+            self._pieces.restore(plan, messages.parts, taken, values, call=call, multiplier=multiplier)
+
+    def plan(self, sections: tuple[Section, ...]) -> AllReducePlan:
+        """Return the plan of values that are made up of these sections, made at their first use."""
+        return self._pieces.plan(sections)
+
+    @property
+    def plans(self) -> Plans[AllReducePlan]:
+        return self._pieces.plans
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return these values in fp32 with the quantization errors of both halves.
@@ -342,6 +330,3 @@ class QuantizedAllReduce:
         if not self._reduction.hops:
             return gathered
         return self._reduction.requantized(values).add_(gathered).sub_(exact)
-
-    def _what(self, level: Level) -> str:
-        return f"quantized gradient all-gather of {self._name} over the replicate dimension, {PLACES[level]}"

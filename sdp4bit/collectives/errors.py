@@ -13,14 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sdp4bit.traffic import Level
-
-PLACES: dict[Level, str] = {
-    "intra": "inside the node",
-    "inter": "between nodes",
-    "outer": "between blocks of nodes",
-}
-"""Descriptions of the levels for messages."""
 _SIGNS = (
     "gloo/transport",
     "connectFullMesh failed",
@@ -52,7 +44,7 @@ class comm_error_context:
     Other errors are unchanged, except for a note with the collective (Python 3.11 and newer).
     """
 
-    __slots__ = ("_group", "_start", "_what")
+    __slots__ = ("_start", "_torch_group", "_what")
 
     def __init__(self, what: str, *, group: ProcessGroup | None = None) -> None:
         """Create a context for a collective.
@@ -62,7 +54,7 @@ class comm_error_context:
             group: process group; None for the default group.
         """
         self._what = what
-        self._group = group
+        self._torch_group = group
         self._start = 0.0
 
     def __enter__(self) -> None:
@@ -74,7 +66,9 @@ class comm_error_context:
         if error is None or isinstance(error, ExchangeError):
             return
         if is_communication_failure(error):
-            raise exchange_error(error, what=self._what, group=self._group, start=self._start) from error
+            raise exchange_error(
+                error, what=self._what, group=self._torch_group, start=self._start
+            ) from error
         if sys.version_info >= (3, 11):
             error.add_note(f"sdp4bit: in the {self._what}")
 

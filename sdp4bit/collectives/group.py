@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
+from sdp4bit.collectives.plan import AllReducePlan, ReducePlan, RefreshPlan
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.sections import Range, common_ranges, take_ranges
 from sdp4bit.collectives.topology import Nodes
@@ -89,6 +90,24 @@ class MeanSample:
     is_complete: bool = False  # whether the mean of all gradients has arrived
 
 
+class GroupPlan(NamedTuple):
+    """What a parameter group communicates in a step; prints itself."""
+
+    weights: RefreshPlan | str
+    """Of the last refresh, or the reason why there is none."""
+    gradients: ReducePlan | str
+    all_reduce: AllReducePlan | str | None
+    """Over the replicate dimension; None without one."""
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{name}: {plan}" for name, plan in zip(self._fields, self, strict=True) if plan is not None
+        )
+
+
+_NOT_YET = "not planned yet: a plan is made when it is first needed"
+
+
 class Group:
     """Communication of one parameter group: replica, reduction, reasons and counters.
 
@@ -143,6 +162,19 @@ class Group:
     def counters(self) -> tuple[TrafficCounter, ...]:
         """The group's traffic counters, each for its own set of ranks."""
         return self.weight_traffic, self.gradient_traffic, self.all_reduce_traffic
+
+    @property
+    def plan(self) -> GroupPlan:
+        """The plans that the last step ran, or reasons: `print(comm.groups[0].plan)`."""
+        replica, reduction, all_reduce = self.replica, self.reduction, self.all_reduce
+        summed: AllReducePlan | str | None = None
+        if self.replicate_layout is not None:
+            summed = "in full precision" if all_reduce is None else all_reduce.plans.last or _NOT_YET
+        return GroupPlan(
+            self.weights_unquantized_reason if replica is None else replica.plans.last or _NOT_YET,
+            self.gradients_unquantized_reason if reduction is None else reduction.plans.last or _NOT_YET,
+            summed,
+        )
 
     @property
     def gradient_quantizers(self) -> Sequence[GradientQuantizer]:

@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import Any, Literal, NamedTuple
 
@@ -94,7 +95,7 @@ def _address_towards_master() -> str | None:
         return None
 
 
-class Hop(NamedTuple):
+class Exchange(NamedTuple):
     """The messages between two ranks at a time; ranks are indices in the reduction."""
 
     peer: int
@@ -104,20 +105,25 @@ class Hop(NamedTuple):
     """The ranks below the largest power of two whose values the peer has combined."""
 
 
-def hops_of(me: int, *, size: int) -> list[Hop]:
-    """Return the hops of a rank in order; see `all_reduce_on_host`."""
+@lru_cache(maxsize=64)  # the same in every step
+def exchanges_of(me: int, *, size: int) -> tuple[Exchange, ...]:
+    """Return the exchanges of a rank in order; see `all_reduce_on_host`."""
     power = 1 << (size.bit_length() - 1)
     if me >= power:
-        return [Hop(me - power, True, "", range(0)), Hop(me - power, False, "result", range(power))]
+        return (
+            Exchange(me - power, True, "", range(0)),
+            Exchange(me - power, False, "result", range(power)),
+        )
     doubling = []
     for distance in (1 << hop for hop in range(power.bit_length() - 1)):
         peer = me ^ distance
         first = peer // distance * distance
-        doubling.append(Hop(peer, True, "values", range(first, first + distance)))
+        doubling.append(Exchange(peer, True, "values", range(first, first + distance)))
     extra = me + power
     if extra >= size:
-        return doubling
-    return [Hop(extra, False, "values", range(extra, extra + 1)), *doubling, Hop(extra, True, "", range(0))]
+        return tuple(doubling)
+    before = Exchange(extra, False, "values", range(extra, extra + 1))
+    return (before, *doubling, Exchange(extra, True, "", range(0)))
 
 
 def all_reduce_on_host(
@@ -149,8 +155,8 @@ def all_reduce_on_host(
         return
     # A search, because an index in thousands of ranks would take longer than a hop.
     me, size = bisect_left(ranks, dist.get_rank()), len(ranks)
-    hops = hops_of(me, size=size)
-    buffers = [torch.empty_like(values) for _ in hops]
+    exchanges = exchanges_of(me, size=size)
+    buffers = [torch.empty_like(values) for _ in exchanges]
     sends: list[Any] = []
     total, origins, start = values, range(0), time.monotonic()
     # gloo's messages between two ranks know only the timeout with which the group was created.
@@ -158,16 +164,18 @@ def all_reduce_on_host(
     try:
         # All receives before the first send, because gloo asks a receiver that is not ready.
         receives: list[Any] = [
-            group.recv([buffer], dist.get_group_rank(group, ranks[hop.peer]), _TAG) if hop.receives else None
-            for hop, buffer in zip(hops, buffers, strict=True)
+            group.recv([buffer], dist.get_group_rank(group, ranks[each.peer]), _TAG)
+            if each.receives
+            else None
+            for each, buffer in zip(exchanges, buffers, strict=True)
         ]
-        for hop, buffer, receive in zip(hops, buffers, receives, strict=True):
-            origins = hop.origins
-            if hop.sends:
-                sends.append(group.send([total], dist.get_group_rank(group, ranks[hop.peer]), _TAG))
-            if receive is not None:
+        for each, buffer, receive in zip(exchanges, buffers, receives, strict=True):
+            origins = each.origins
+            if each.sends:
+                sends.append(group.send([total], dist.get_group_rank(group, ranks[each.peer]), _TAG))
+            if receive:
                 receive.wait(limit)
-                total = buffer if hop.receives == "result" else _COMBINE[op](total, buffer)
+                total = buffer if each.receives == "result" else _COMBINE[op](total, buffer)
         for send in sends:
             send.wait(limit)
     except RuntimeError as error:

@@ -4,103 +4,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.errors import PLACES
-from sdp4bit.collectives.exchange import GroupExchange, PendingExchange, Use
-from sdp4bit.collectives.pipeline import Steps, cut_into_chunks, group_unit, pipelined, run
-from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.sections import WHOLE, Section, split_messages, whole_row
+from sdp4bit.collectives.plan import (
+    Chunk,
+    Hop,
+    Message,
+    Part,
+    Plans,
+    ReducePlan,
+    Transfer,
+    group_unit,
+    hops_of,
+    plan_reduce,
+)
+from sdp4bit.collectives.scratch import Messages, Scratch
+from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.collectives.topology import Topology
-from sdp4bit.config import GradientConfig, Rounding
+from sdp4bit.collectives.transport import PendingTransfer, Running, Transport, pipelined, run
+from sdp4bit.config import GradientConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.formats import BLOCK, Bits
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
-from sdp4bit.quantization.layout import JointLayout, MessageLayout, joint_layout, round_up
+from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
-from sdp4bit.traffic import Level, TrafficCounter
+from sdp4bit.traffic import PLACES, Level, TrafficCounter
 
 STAGES: dict[Level, Stage] = {"intra": Stage.INTRA, "inter": Stage.INTER, "outer": Stage.OUTER}
 _EXPONENT = 0x7F80
 """The exponent of a bf16 number, or of the upper half of fp32: all ones in NaN and infinities."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hop:
-    """One all-to-all: its ranks and the settings of its messages."""
+class SectionValues(NamedTuple):
+    """Values of a section of the rows to reduce, or of a part of it."""
 
-    level: Level
-    stage: Stage
-    size: int
-    own: int  # index of this rank
-    apart: int  # difference between the group ranks of successive members
-    parts: int  # rows in a message: those of the receiver and of the ranks that it forwards to
-    bits: Bits
-    group_size: int
-    rounding: Rounding
-
-    def layout(self, numel: int, *, parts: int = 1, section: Section = WHOLE) -> MessageLayout:
-        return section.layout(numel, bits=self.bits, group_size=self.group_size, parts=parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SectionRows:
-    """Values of one section of the rows to reduce."""
-
-    section: Section
     rows: Tensor  # [size, m], row r for group rank r; contiguous rows, any stride between them
     output: Tensor  # [m], contiguous: receives this rank's row of the sum
-    numel: int  # values of the section
-    first: int = 0  # number of the first value in the section
     blocks: Tensor | None = None
     """Places of the values in the rows and the output, if they are longer; see `ops.hadamard_quantize`."""
 
-    def within(self, places: slice) -> SectionRows:
-        """Return the values of these places of the section, which begin at a multiple of 32."""
-        numel, first, rows, output, blocks = (
-            places.stop - places.start,
-            places.start,
-            self.rows,
-            self.output,
-            self.blocks,
-        )
-        if numel == self.numel:
+    def of(self, part: Part) -> SectionValues:
+        """Return the values of a part of the section."""
+        if part.is_section:
             return self
-        if blocks is None:
-            rows, output = rows[..., places], output[places]
-        else:
-            blocks = blocks[first // BLOCK : -(-places.stop // BLOCK)]
-        return replace(self, rows=rows, output=output, numel=numel, first=first, blocks=blocks)
-
-    def new_total(self) -> Tensor:
-        """Return fp32 [numel] for the own node's part of the sum: the output itself, if possible."""
-        if self.blocks is None and self.output.dtype is torch.float32:
-            return self.output
-        return torch.empty(self.numel, dtype=torch.float32, device=self.output.device)
-
-
-def _hops(topology: Topology, config: GradientConfig) -> list[Hop]:
-    """Return the all-to-alls in order; none for a world of one."""
-    layout, hops = topology.layout, []
-    for level, size in layout.levels.items():
-        is_inside, apart = level == "intra", layout.apart(level)
-        hop = Hop(
-            level=level,
-            stage=STAGES[level],
-            size=size,
-            own=topology.place(level),
-            apart=apart,
-            parts=layout.size // (apart * size),
-            bits=config.intra_bits if is_inside else config.inter_bits,
-            group_size=config.intra_group_size if is_inside else config.inter_group_size,
-            rounding=config.intra_rounding if is_inside else config.inter_rounding,
-        )
-        hops += [hop] if size > 1 else []
-    return hops
+        rows, output, blocks = self
+        if blocks is not None:
+            end = part.start + part.numel
+            return SectionValues(rows, output, blocks[part.start // BLOCK : -(-end // BLOCK)])
+        start, numel = part.start, part.numel
+        return SectionValues(rows.narrow(-1, start, numel), output.narrow(0, start, numel))
 
 
 def as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | None:
@@ -154,7 +110,7 @@ class QuantizedReduceScatter:
         bucket: int = 0,
         traffic: TrafficCounter | None = None,
         scratch: Scratch | None = None,
-        exchange: GroupExchange | None = None,
+        transport: Transport | None = None,
         name: str = "",
     ) -> None:
         """Create a reduction; sends nothing.
@@ -168,12 +124,12 @@ class QuantizedReduceScatter:
             bucket: number of the parameter group, also part of the key.
             traffic: counts the bytes that this rank sends.
             scratch: message buffers, which reductions may share.
-            exchange: transport of messages; by default the topology's process groups.
+            transport: moves the messages; by default the topology's process groups do.
             name: name of the parameter group, for errors and profiles.
         """
         self.topology = topology
         self.config = config
-        self.hops = _hops(self.topology, config)
+        self.hops = hops_of(topology.layout, config)
         # Without a quantizer the transform would only add rounding errors.
         self.hadamard = config.hadamard and any(hop.bits is not None for hop in self.hops)
         last = self.hops[-1] if self.hops else None
@@ -187,8 +143,14 @@ class QuantizedReduceScatter:
         self.bucket = bucket
         self.traffic = traffic or topology.counter()
         self._scratch = scratch or Scratch()
-        self.exchange = exchange or GroupExchange(topology, self._scratch)
+        self.transport = transport or Transport(topology, self._scratch)
         self.name = name or f"group {bucket}"
+        self.plans = Plans[ReducePlan]()
+        # This rank's index among those that it exchanges messages with.
+        self._place = {hop.level: hop.place(topology.row) for hop in self.hops}
+        self.range = f"sdp4bit::reduce_scatter ({self.name})"
+        what = f"quantized gradient reduce-scatter of {self.name}, all-to-all"
+        self._what = {hop.level: f"{what} {PLACES[hop.level]}" for hop in self.hops}
 
     @property
     def bits(self) -> Bits:
@@ -200,6 +162,16 @@ class QuantizedReduceScatter:
         """The least common multiple of the group sizes of all levels."""
         return group_unit(self.config, grid=self.topology.layout)
 
+    def plan(self, sections: tuple[Section, ...], *, in_one_chunk: bool = False) -> ReducePlan:
+        """Return the plan of rows that are made up of these sections, made at their first use."""
+        return self.plans.of(
+            sections,
+            in_one_chunk,
+            make=lambda: plan_reduce(
+                sections, grid=self.topology.layout.grid, config=self.config, in_one_chunk=in_one_chunk
+            ),
+        )
+
     def __call__(
         self,
         output: Tensor,
@@ -208,7 +180,7 @@ class QuantizedReduceScatter:
         call: int,
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
-        sections: Sequence[Section] = (),
+        sections: tuple[Section, ...] = (),
     ) -> None:
         """Reduce rows over all ranks to this rank's row of the sum, times the multiplier.
 
@@ -228,83 +200,79 @@ class QuantizedReduceScatter:
         Raises:
             ValueError: input is not size times as long as output.
         """
-        with profiler_range(f"sdp4bit::reduce_scatter ({self.name})"):
-            # No variable holds the sections of the rows, so each chunk frees its own.
+        with profiler_range(self.range):
             chunks = self.chunks(
-                self.cut(output, input, sections=sections),
-                call=call,
-                multiplier=multiplier,
-                nonfinite=nonfinite,
+                output, input, call=call, multiplier=multiplier, nonfinite=nonfinite, sections=sections
             )
             run(pipelined(chunks))
 
-    def cut(self, output: Tensor, input: Tensor, *, sections: Sequence[Section] = ()) -> list[SectionRows]:
-        """Return the sections of the rows to reduce; see `__call__`."""
+    def chunks(
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        call: int,
+        multiplier: float = 1.0,
+        nonfinite: Tensor | None = None,
+        sections: tuple[Section, ...] = (),
+        in_one_chunk: bool = False,
+    ) -> list[Running]:
+        """Return the reductions of all chunks of a row, for the caller to run; see `__call__`.
+
+        Args:
+            in_one_chunk: Reductions of several rows may then share message buffers if the caller advances
+                each by one step in turn, oldest first.
+        """
         size, numel = self.topology.size, output.numel()
         if input.numel() != size * numel:
             raise ValueError(
                 f"reduce-scatter over {size} ranks needs an input of {size} x {numel} values, got "
                 f"{input.numel()}"
             )
-        rows = input.view(size, numel)
-        cut = []
-        for section in sections or whole_row(numel):
-            chosen, place, blocks = rows, output, None
+        plan = self.plan(sections or whole_row(numel), in_one_chunk=in_one_chunk)
+        rows, values = input.view(size, numel), []
+        for section in plan.sections:
             if len(section.ranges) == 1:
-                chosen, place = section.take(rows), section.take(output)
+                values.append(SectionValues(section.take(rows), section.take(output)))
             else:
                 blocks = self._scratch.table(section.blocks, device=output.device)
-            cut.append(
-                SectionRows(section=section, rows=chosen, output=place, numel=section.numel, blocks=blocks)
-            )
+                values.append(SectionValues(rows, output, blocks))
         self.traffic.count_plain(output.nbytes)
-        return cut
+        return self.reduce(plan, values, call=call, multiplier=multiplier, nonfinite=nonfinite)
 
-    def chunks(
+    def reduce(
         self,
-        sections: Sequence[SectionRows],
+        plan: ReducePlan,
+        values: Sequence[SectionValues],
         *,
         call: int,
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
-        whole: bool = False,
-    ) -> list[Steps]:
-        """Return the reductions of all chunks of sections, of one row or of several, for the caller to run.
-
-        Args:
-            whole: use one chunk. Reductions of several rows may then share message buffers if the caller
-                advances each by one step in turn, oldest first.
-        """
-        if not sections:
-            return []
-        lengths = [each.numel for each in sections]
-        places = [[(number, slice(0, numel)) for number, numel in enumerate(lengths)]]
-        if not whole:
-            places = cut_into_chunks(lengths, config=self.config, grid=self.topology.layout)
+    ) -> list[Running]:
+        """Return the reductions of all chunks of a plan, with the values of its sections."""
+        # No variable holds the values of a chunk, so each frees its own.
         return [
             self._reduce_chunk(
-                [sections[i].within(there) for i, there in chosen],
-                strides=[round_up(lengths[i], BLOCK) for i, _ in chosen],
-                index=index,
+                plan,
+                chunk,
+                [values[part.index].of(part) for part in chunk.parts],
                 call=call,
                 multiplier=multiplier,
                 nonfinite=nonfinite,
-                overlaps=whole or len(places) > 1,
             )
-            for index, chosen in enumerate(places)
+            for chunk in plan.chunks
         ]
 
     def _reduce_chunk(
         self,
-        sections: Sequence[SectionRows],
+        plan: ReducePlan,
+        chunk: Chunk,
+        values: list[SectionValues],
         *,
-        strides: Sequence[int],
-        index: int,
         call: int,
         multiplier: float,
         nonfinite: Tensor | None,
-        overlaps: bool,
-    ) -> Steps:
+    ) -> Running:
         """Reduce values of sections (paper, algorithm 3), which share a message per destination and hop.
 
         Steps:
@@ -313,171 +281,171 @@ class QuantizedReduceScatter:
         3. For each further hop, between nodes and then between blocks of nodes: sum the received messages,
            requantize one message per rank of the hop; all-to-all.
         4. Sum the messages of the last hop, transform back, and write the output.
-
-        Args:
-            strides: differences between the numbers of rows for the random bits, one per section.
-            index: number of the chunk in the row; chunks alternate between message buffers.
-            overlaps: whether the current stream gets other work before it waits for a transfer.
         """
-        if not self.hops:  # a world of one
-            for each in sections:
+        parts, count = chunk.parts, range(len(chunk.parts))
+        if not plan.hops:  # a world of one
+            for part, each in zip(parts, values, strict=True):
                 if each.blocks is None:
                     each.output.copy_(each.rows[0] * multiplier)
                 else:
-                    each.section.put(each.section.take(each.rows[0]) * multiplier, each.output)
+                    part.section.put(part.section.take(each.rows[0]) * multiplier, each.output)
             return
-        (hop, *others), last = self.hops, self.hops[-1]
+        (hop, *others), last = plan.hops, plan.hops[-1]
+        (transfer, *following) = chunk.transfers
+        outputs = [each.output for each in values]
+        blocks = [each.blocks for each in values]
+        device = outputs[0].device
+        kernels = ops.backend_of(device, plan.layouts)
         inverse = multiplier * INVERSE_FACTOR if self.hadamard else multiplier
-        device = sections[0].output.device
         # Message `own` of the last hop is neither written nor read if the sums begin with `totals`.
-        own = last.own if self.exact_own else None
-        totals: list[Tensor | None] = [each.new_total() if self.exact_own else None for each in sections]
+        own = self._place[last.level] if self.exact_own else None
+        totals = [self._new_total(each, part.numel) for each, part in zip(values, parts, strict=True)]
 
         # 1. Row r = node * ranks_per_node + local rank. The ranks of the first hop get their own rows and
         # those that they forward, every size-th one.
-        sources = [each.rows.unflatten(0, (hop.parts, hop.size)).transpose(0, 1) for each in sections]
-        layout = self._layout(hop, sections)
-        sent = self._buffer(hop, "send", layout, index=index, device=device)
-        keys = [self._rounding_key(hop, call, *each) for each in zip(sections, strides, strict=True)]
-        for i, messages in enumerate(split_messages(sent, layout)):
+        sources = [each.rows.unflatten(0, (hop.parts, hop.size)).transpose(0, 1) for each in values]
+        sent = self.transport.messages(hop.level, "send", chunk.index, transfer.message, device=device)
+        keys = [self._rounding_key(hop, call, part) for part in parts]
+        for i in count:
             total = None if others else totals[i]
             if total is not None:
-                values = sources[i][hop.own, 0]
-                if sections[i].blocks is not None:
-                    at = sections[i].first
-                    values = sections[i].section.take(values)[at : at + sections[i].numel]
-                torch.mul(values.float(), multiplier, out=total)
-            ops.hadamard_quantize(
+                self._put_own(total, sources[i][self._place[hop.level], 0], parts[i], blocks[i], multiplier)
+            kernels.hadamard_quantize(
                 sources[i],
-                out=messages,
-                layout=layout.layouts[i],
+                out=sent.parts[i],
+                layout=transfer.message.layouts[i],
                 hadamard=self.hadamard,
                 rounding=keys[i],
                 skip=None if others else own,
-                blocks=sections[i].blocks,
+                blocks=blocks[i],
             )
         # Free the rows, which are as large as all gradients of the group, while the messages are in flight.
-        sections = [replace(each, rows=each.rows.new_empty(0)) for each in sections]
-        del sources
+        del sources, values
 
         # 2. Meanwhile other chunks start. They fill the other buffers, or these after this chunk's next step.
-        transfer, received = self._start(hop, sent, layout, index=index, overlaps=overlaps)
+        pending, received = self._start(hop, sent, chunk, transfer)
         yield
-        transfer.wait()
+        pending.wait()
 
         # 3. Without transforming back, because all hops have the same Hadamard blocks.
-        for following in others:
-            arrived, before = split_messages(received, layout), layout.layouts
-            dithers = self._dithers(hop, keys, layout)
-            hop = following
-            layout = self._layout(hop, sections)
-            sent = self._buffer(hop, "send", layout, index=index, device=device)
-            keys = [self._rounding_key(hop, call, *each) for each in zip(sections, strides, strict=True)]
-            for i, messages in enumerate(split_messages(sent, layout)):
-                ops.dequantize_reduce_quantize(
-                    arrived[i],
-                    received=before[i],
-                    out=messages,
-                    sent=layout.layouts[i],
+        for next_hop, next_transfer in zip(others, following, strict=True):
+            dithers = self._dithers(hop, keys)
+            sent = self.transport.messages(
+                next_hop.level, "send", chunk.index, next_transfer.message, device=device
+            )
+            keys = [self._rounding_key(next_hop, call, part) for part in parts]
+            is_last = next_hop is last
+            for i in count:
+                kernels.dequantize_reduce_quantize(
+                    received.parts[i],
+                    received=transfer.message.layouts[i],
+                    out=sent.parts[i],
+                    sent=next_transfer.message.layouts[i],
                     rounding=keys[i],
                     dither=dithers[i],
-                    skip=own if hop is last else None,
-                    own=totals[i] if hop is last else None,
+                    skip=own if is_last else None,
+                    own=totals[i] if is_last else None,
                     hadamard=self.hadamard,
                     multiplier=inverse,
                 )
             # `sent` and `received` are the messages of this hop from here on. Those of the hop before may be
             # reused: this stream has read them.
-            transfer, received = self._start(hop, sent, layout, index=index, overlaps=overlaps)
+            hop, transfer = next_hop, next_transfer
+            pending, received = self._start(hop, sent, chunk, transfer)
             yield
-            transfer.wait()
+            pending.wait()
 
         # 4. The own part of the sums is in `totals`, or in its message like the others.
-        arrived, dithers = split_messages(received, layout), self._dithers(hop, keys, layout)
+        dithers = self._dithers(hop, keys)
         if nonfinite is not None:
-            nonfinite += count_nonfinite(self._numbers(arrived, totals, layout))
-        for i, messages in enumerate(arrived):
-            ops.dequantize_reduce_hadamard(
-                messages,
-                out=sections[i].output,
-                layout=layout.layouts[i],
+            nonfinite += count_nonfinite(self._numbers(received.parts, totals, transfer.message, own))
+        for i in count:
+            kernels.dequantize_reduce_hadamard(
+                received.parts[i],
+                out=outputs[i],
+                layout=transfer.message.layouts[i],
                 hadamard=self.hadamard,
                 multiplier=inverse,
                 dither=dithers[i],
                 skip=own,
                 own=totals[i],
-                blocks=sections[i].blocks,
+                blocks=blocks[i],
             )
 
-    def _layout(self, hop: Hop, sections: Sequence[SectionRows]) -> JointLayout:
-        """Return the layout of a hop's messages."""
-        return joint_layout(
-            tuple(hop.layout(each.numel, parts=hop.parts, section=each.section) for each in sections)
-        )
+    @staticmethod
+    def _put_own(total: Tensor, values: Tensor, part: Part, blocks: Tensor | None, multiplier: float) -> None:
+        """Write the own node's part of the sum, if it is this rank's row [n] alone."""
+        if blocks is not None:
+            values = part.section.take(values).narrow(0, part.start, part.numel)
+        torch.mul(values.float(), multiplier, out=total)
+
+    def _new_total(self, values: SectionValues, numel: int) -> Tensor | None:
+        """Return fp32 [numel] for the own node's part of the sum: the output itself, if possible.
+
+        None if that part is quantized like the others.
+        """
+        if not self.exact_own:
+            return None
+        output = values.output
+        if values.blocks is None and output.dtype is torch.float32:
+            return output
+        return torch.empty(numel, dtype=torch.float32, device=output.device)
 
     def _numbers(
-        self, messages: Sequence[Tensor], totals: Sequence[Tensor | None], layout: JointLayout
+        self, messages: Sequence[Tensor], totals: Sequence[Tensor | None], message: Message, own: int | None
     ) -> list[Tensor]:
         """Return the upper halves of all numbers that are not finite if a group on the last hop is not."""
-        numbers, own = [], self.hops[-1].own
-        for each, total, part in zip(messages, totals, layout.layouts, strict=True):
-            if total is None:
-                numbers.append(upper_halves(each, part))
+        numbers = []
+        for each, total, layout in zip(messages, totals, message.layouts, strict=True):
+            if total is None or own is None:
+                numbers.append(upper_halves(each, layout))
                 continue
             others = each[:own], each[own + 1 :]
-            numbers += [upper_halves(rows, part) for rows in others]
-            numbers += _largest_of_groups(total, part.group_size)
+            numbers += [upper_halves(rows, layout) for rows in others]
+            numbers += _largest_of_groups(total, layout.group_size)
         return numbers
 
-    def _buffer(self, hop: Hop, use: Use, layout: JointLayout, *, index: int, device: torch.device) -> Tensor:
-        """Return messages [size, nbytes] from the scratch of the current stream.
-
-        That stream waits for the transfer before it uses them again.
-        """
-        return self.exchange.messages(hop.level, use, index, nbytes=layout.nbytes, device=device)
-
     def _start(
-        self, hop: Hop, sent: Tensor, layout: JointLayout, *, index: int, overlaps: bool
-    ) -> tuple[PendingExchange, Tensor]:
+        self, hop: Hop, sent: Messages, chunk: Chunk, transfer: Transfer
+    ) -> tuple[PendingTransfer, Messages]:
         """Start the all-to-all of a hop; return it with the messages that it receives.
 
         On CUDA it runs on the communicator's stream if other work overlaps it, else on the current one.
         """
-        received = self._buffer(hop, "receive", layout, index=index, device=sent.device)
-        transfer = self.exchange.start(
-            received,
-            sent,
+        received = self.transport.messages(
+            hop.level, "receive", chunk.index, transfer.message, device=sent.all.device
+        )
+        pending = self.transport.start(
+            received.all,
+            sent.all,
             level=hop.level,
             # Concurrent reductions of several groups share process groups. gloo's tags are C ints, and groups
             # 2**15 apart are not reduced at the same time.
-            tag=(self.bucket % (1 << 15) << 16) + index,
-            overlaps=overlaps,
-            skips_own=self.exact_own and hop is self.hops[-1],
-            what=f"quantized gradient reduce-scatter of {self.name}, all-to-all {PLACES[hop.level]}",
+            tag=(self.bucket % (1 << 15) << 16) + chunk.index,
+            overlaps=chunk.overlaps,
+            skips_own=self.exact_own and transfer is chunk.transfers[-1],
+            what=self._what[hop.level],
         )
-        self.traffic.count_messages(layout, level=hop.level, peers=hop.size - 1)
-        return transfer, received
+        self.traffic.count(transfer.nbytes, level=hop.level, padding_bytes=transfer.padding_bytes)
+        return pending, received
 
-    def _rounding_key(self, hop: Hop, call: int, section: SectionRows, stride: int) -> RoundingKey | None:
-        """Return this rank's key for rounding a section at a hop; None for nearest."""
+    def _rounding_key(self, hop: Hop, call: int, part: Part) -> RoundingKey | None:
+        """Return this rank's key for rounding a part at a hop; None for nearest."""
         if hop.rounding == "nearest":
             return None
-        rank, dither = self._rank, hop.rounding == "dither"
+        own, rank, dither = self._place[hop.level], self._rank, hop.rounding == "dither"
         if dither:
             # Senders to the same receiver share the key of the first one, so that the receiver can derive it.
-            rank -= hop.own * hop.apart * self._rank_step
-        step = section.section.call(call)
-        keys = derive_keys(self._seed, pack_stream(step=step, bucket=self.bucket, stage=hop.stage, rank=rank))
+            rank -= own * hop.apart * self._rank_step
+        step, stage = part.section.call(call), STAGES[hop.level]
+        keys = derive_keys(self._seed, pack_stream(step=step, bucket=self.bucket, stage=stage, rank=rank))
         # Bits are indexed by a value's place in its section, so the result does not depend on the chunks.
-        return RoundingKey(*keys, first=section.first, row_stride=stride, dither=dither, sender=hop.own)
+        return RoundingKey(*keys, first=part.start, row_stride=part.stride, dither=dither, sender=own)
 
-    @staticmethod
-    def _dithers(
-        hop: Hop, keys: Sequence[RoundingKey | None], layout: JointLayout
-    ) -> list[RoundingKey | None]:
+    def _dithers(self, hop: Hop, keys: Sequence[RoundingKey | None]) -> list[RoundingKey | None]:
         """Return the keys with which the dither of the messages received on a hop is subtracted."""
-        pairs = zip(keys, layout.layouts, strict=True)
-        return [as_dither(key, row=hop.own * one.parts) for key, one in pairs]
+        row = self._place[hop.level] * hop.parts
+        return [as_dither(key, row=row) for key in keys]
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return these values in fp32 as another node receives them through all hops, without a sum.
@@ -512,5 +480,5 @@ class QuantizedReduceScatter:
     def _sample_key(self, hop: Hop) -> RoundingKey | None:
         if hop.rounding == "nearest":
             return None
-        stream = pack_stream(step=0, bucket=0, stage=hop.stage, rank=0)
+        stream = pack_stream(step=0, bucket=0, stage=STAGES[hop.level], rank=0)
         return RoundingKey(*derive_keys(self._seed, stream), dither=hop.rounding == "dither")

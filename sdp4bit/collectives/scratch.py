@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from sdp4bit.collectives.plan import Message
+
+MOST_VIEWS = 4096
+"""Views of buffers that are kept; plans that are shared between groups need few."""
+
+
+class Messages(NamedTuple):
+    """Messages in a buffer, and their parts."""
+
+    all: Tensor  # uint8 [count, nbytes]
+    parts: tuple[Tensor, ...]  # views [count, nbytes of the part]
 
 
 def _stream(device: torch.device) -> int:
@@ -23,6 +37,23 @@ class Scratch:
         self._buffers: dict[tuple[str, torch.device, int], Tensor] = {}
         self._tables: dict[tuple[tuple[int, ...], torch.device, int], Tensor] = {}
         self._slots: set[int] = set()
+        self._views: dict[tuple[str, torch.device, int, int, Message], Messages] = {}
+
+    def split(self, name: str, count: int, message: Message, *, device: torch.device) -> Messages:
+        """Return uninitialized messages and their parts for use on the current stream.
+
+        The views are made once, because the buffer is the same in every step.
+        """
+        key = (name, device, _stream(device), count, message)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):
+                whole = self.messages(name, count, message.nbytes, device=device)
+                views = Messages(whole, tuple(whole[:, place] for place in message.places))
+            self._views[key] = views
+        return views
 
     def messages(self, name: str, count: int, nbytes: int, *, device: torch.device) -> Tensor:
         """Return uninitialized uint8 [count, nbytes] for use on the current stream."""
@@ -33,6 +64,7 @@ class Scratch:
             with torch.inference_mode(False):
                 buffer = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
             self._buffers[key] = buffer
+            self._views = {each: views for each, views in self._views.items() if each[:3] != key}
         return buffer[: count * nbytes].view(count, nbytes)
 
     def table(self, numbers: tuple[int, ...], *, device: torch.device) -> Tensor:

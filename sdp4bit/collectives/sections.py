@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from sdp4bit.quantization.formats import BLOCK, Bits, format_of
-from sdp4bit.quantization.layout import JointLayout, MessageLayout, message_layout, round_up
+from sdp4bit.quantization.layout import MessageLayout, message_layout, round_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,6 +91,14 @@ class Section:
             for place in range(start, end, BLOCK)
         )
 
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether operators read and write several ranges where they are in a row, by their `blocks`.
+
+        Ranges of other sections are joined without padding, so their blocks cross them.
+        """
+        return self.is_fine and len(self.ranges) > 1
+
     def call(self, call: int) -> int:
         """Return a number that is unique to this section and call."""
         return call * self.count + self.number
@@ -137,6 +145,7 @@ class Section:
 WHOLE = Section()  # settings of an uncut row, without its range
 
 
+@lru_cache(maxsize=1024)
 def whole_row(numel: int) -> tuple[Section, ...]:
     """Return a row as one section, in which blocks and groups cross parameters."""
     return (replace(WHOLE, ranges=((0, numel),)),) if numel else ()
@@ -190,8 +199,3 @@ def _extended(ranges: tuple[Range, ...], new: Range, *, unit: int) -> tuple[Rang
     if ranges and ranges[-1][1] == new[0] and (new[0] - ranges[-1][0]) % unit == 0:
         return (*ranges[:-1], (ranges[-1][0], new[1]))
     return (*ranges, new)
-
-
-def split_messages(messages: Tensor, layout: JointLayout) -> list[Tensor]:
-    """Return views [m, nbytes of a part] of the parts of messages [m, nbytes]."""
-    return [messages[:, place] for place in layout.places]

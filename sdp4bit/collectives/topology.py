@@ -37,6 +37,11 @@ class Nodes(Grid):
 
     ranks: tuple[int, ...]  # global ranks in group order
 
+    @property
+    def grid(self) -> Grid:
+        """The numbers of nodes and ranks, without the ranks themselves."""
+        return Grid(nodes=self.nodes, ranks_per_node=self.ranks_per_node, blocks=self.blocks)
+
     def members(self, level: Level) -> list[list[int]]:
         """Return the global ranks that exchange messages at a level, in one list per process group."""
         size, apart = self.levels[level], self.apart(level)

@@ -8,27 +8,24 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.errors import PLACES
-from sdp4bit.collectives.exchange import PendingExchange, all_gather_blocks, start_all_gather_rows
-from sdp4bit.collectives.pipeline import Steps, run
+from sdp4bit.collectives.plan import Plans, RefreshPlan, holds_all_rows, plan_refresh
 from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.sections import (
-    WHOLE,
-    Range,
-    Section,
-    common_ranges,
-    other_ranges,
-    split_messages,
-    whole_row,
-)
+from sdp4bit.collectives.sections import WHOLE, Range, Section, whole_row
 from sdp4bit.collectives.topology import Topology
-from sdp4bit.collectives.work import CompletedWork, SideStream
+from sdp4bit.collectives.transport import (
+    CompletedWork,
+    PendingTransfer,
+    Running,
+    SideStream,
+    run,
+    start_all_gather,
+)
 from sdp4bit.config import WeightConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.formats import BLOCK, Bits
-from sdp4bit.quantization.layout import JointLayout, MessageLayout, message_layout
-from sdp4bit.traffic import Level, TrafficCounter
+from sdp4bit.quantization.formats import Bits
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.traffic import PLACES, Level, TrafficCounter
 
 
 class WeightReplica:
@@ -48,7 +45,7 @@ class WeightReplica:
         config: WeightConfig,
         traffic: TrafficCounter | None = None,
         scratch: Scratch | None = None,
-        sections: Sequence[Section] = (),
+        sections: tuple[Section, ...] = (),
         values: Sequence[Range] | None = None,
         name: str = "a group",
     ) -> None:
@@ -77,7 +74,11 @@ class WeightReplica:
         self._sections = sections
         self._values = values
         self._name = name
-        self._refresh: Steps | None = None  # in flight
+        self.holds_all_rows = holds_all_rows(config, grid=topology.layout)
+        """Whether this rank stores every row."""
+        self.plans = Plans[RefreshPlan]()
+        self._refresh_range = f"sdp4bit::weight_refresh ({name})"
+        self._refresh: Running | None = None  # in flight
         self._is_unfinished = False  # from the start of a refresh until all of it has been applied
         self._slot: int | None = None  # of the message buffers; kept if an exception interrupts a refresh
         self._beside: CompletedWork | None = None
@@ -94,11 +95,6 @@ class WeightReplica:
     @property
     def sends_differences(self) -> bool:
         return self.config.mode == "difference"
-
-    @property
-    def holds_all_rows(self) -> bool:
-        """Whether this rank stores every row."""
-        return self.config.replica == "full" or self._topology.ranks_per_node == 1
 
     @property
     def own_shard(self) -> Tensor:
@@ -136,7 +132,7 @@ class WeightReplica:
                 run(refresh)
             self._is_unfinished = False
 
-    def _start(self, refresh: Steps) -> None:
+    def _start(self, refresh: Running) -> None:
         self._is_unfinished = True
         # No inference tensors, because training updates the rows in place.
         with torch.inference_mode(False):
@@ -159,7 +155,7 @@ class WeightReplica:
         self.wait()
         self._start(self._send_rows(row, ranges))
 
-    def _send_rows(self, row: Tensor, ranges: Sequence[Range] | None) -> Steps:
+    def _send_rows(self, row: Tensor, ranges: Sequence[Range] | None) -> Running:
         """Send rows in full precision.
 
         Steps:
@@ -189,22 +185,23 @@ class WeightReplica:
             if self.holds_all_rows:
                 alone = topology.intra is None
                 peers = target[:, 0] if alone else row.new_empty(topology.nodes, row.numel())
-            transfer = PendingExchange([])
+            transfer = PendingTransfer([])
             if topology.inter is None:
                 peers[0].copy_(row)
             else:
                 what = self._what("full-precision", "inter")
-                transfer = start_all_gather_rows(peers, row, topology.inter, what=what)
-                self._traffic.count_bytes(row.nbytes, level="inter", peers=topology.nodes - 1)
+                transfer = start_all_gather(peers[None], row[None], topology.inter, what=what)
+                self._traffic.count(row.nbytes * (topology.nodes - 1), level="inter")
         # This frame keeps the row alive while the transfer reads it.
         yield
         transfer.wait()
 
         # 2. Node by node, so that ranks end in the order of the group.
         if self.holds_all_rows and topology.intra is not None:
-            all_gather_blocks(target, peers, topology.intra, what=self._what("full-precision", "intra"))
-            nbytes = row.nbytes * topology.nodes
-            self._traffic.count_bytes(nbytes, level="intra", peers=topology.ranks_per_node - 1)
+            what = self._what("full-precision", "intra")
+            start_all_gather(target, peers, topology.intra, what=what).wait()
+            nbytes = row.nbytes * topology.nodes * (topology.ranks_per_node - 1)
+            self._traffic.count(nbytes, level="intra")
 
         # 3. Without ranges the target is the replica.
         if ranges is not None:
@@ -235,28 +232,31 @@ class WeightReplica:
         if self.rows.dtype == torch.float16:
             # A finite weight plus a finite difference may overflow fp16, but not bf16.
             self.nonfinite = self._is_nonfinite(row.to(torch.float16))
-        sections = self._sections or whole_row(row.numel())
-        exact: list[Range] = []
-        if self._values is not None:
-            ranges = [(0, row.numel())] if ranges is None else ranges
-            exact = common_ranges(other_ranges(self._values, row.numel()), ranges)
-            ranges = common_ranges(self._values, ranges)
-        if ranges is not None:
-            within = [section.within(ranges) for section in sections]
-            sections = [section for section in within if section.ranges]
-        if sections or exact:
+        plan = self.plan(row.numel(), ranges)
+        if plan.message.layouts:
             as_gathered = row if as_gathered is None else as_gathered
-            self._start(self._send_differences(row, as_gathered, self.rows, sections=sections, exact=exact))
+            self._start(self._send_differences(plan, row, as_gathered, self.rows))
 
-    def _send_differences(
-        self,
-        row: Tensor,
-        as_gathered: Tensor,
-        rows: Tensor,
-        *,
-        sections: Sequence[Section],
-        exact: Sequence[Range],
-    ) -> Steps:
+    def plan(self, numel: int, ranges: Sequence[Range] | None = None) -> RefreshPlan:
+        """Return the plan of these ranges of a row, made at their first use."""
+        assert self.rows is not None
+        sections, value_bytes = self._sections or whole_row(numel), self.rows.element_size()
+        return self.plans.of(
+            sections,
+            value_bytes,
+            ranges if ranges is None else tuple(ranges),
+            make=lambda: plan_refresh(
+                sections,
+                grid=self._topology.layout.grid,
+                config=self.config,
+                numel=numel,
+                ranges=ranges,
+                values=self._values,
+                value_bytes=value_bytes,
+            ),
+        )
+
+    def _send_differences(self, plan: RefreshPlan, row: Tensor, as_gathered: Tensor, rows: Tensor) -> Running:
         """Send quantized differences (paper, algorithm 2).
 
         Steps:
@@ -265,70 +265,74 @@ class WeightReplica:
         3. "full": all-gather of the messages in the node.
         4. Dequantize and add each section; copy the bits.
         """
-        topology, device = self._topology, row.device
-        with profiler_range(f"sdp4bit::weight_refresh ({self._name})"):
+        topology, device, message = self._topology, row.device, plan.message
+        kernels, differs = ops.backend_of(device, plan.layouts), self.sends_differences
+        with profiler_range(self._refresh_range):
             # 1. Transfers of several replicas may be in flight on this stream, so each takes a slot.
-            layout = self.message_layout(sections, exact=exact)
-            tables = [self._table(section, device=device) for section in sections]
-            held = [
-                rows if table is not None else s.take(rows) for s, table in zip(sections, tables, strict=True)
-            ]
             if self._slot is None:
                 self._slot = self._scratch.take_slot()
-            own = self._scratch.messages(f"send {self._slot}", 1, layout.nbytes, device=device)
-            outs = split_messages(own, layout)
-            for section, table, replica, out in zip(sections, tables, held, outs, strict=False):
-                self.quantize(
+            own = self._scratch.split(f"send {self._slot}", 1, message, device=device)
+            held: list[tuple[Section, Tensor, Tensor | None]] = []
+            for i, section in enumerate(plan.sections):
+                is_in_place = section.is_in_place
+                table = self._scratch.table(section.blocks, device=device) if is_in_place else None
+                replica = rows if is_in_place else section.take(rows)
+                held.append((section, replica, table))
+                kernels.subtract_quantize(
                     row if table is not None else section.take(row),
-                    self._own(replica),
-                    out[0],
-                    section=section,
+                    replica=self._own(replica) if differs else None,
+                    out=own.parts[i][0],
+                    layout=message.layouts[i],
+                    clip=plan.clips[i],
                     blocks=table,
                     nonfinite=self.nonfinite,
                 )
-            if exact:
+            if plan.exact:
                 as_gathered = as_gathered.to(rows.dtype)
-                bits = torch.cat([as_gathered[start:end] for start, end in exact]).view(torch.uint8)
-                outs[-1][0, : bits.numel()] = bits
+                bits = torch.cat([as_gathered[start:end] for start, end in plan.exact]).view(torch.uint8)
+                own.parts[-1][0, : bits.numel()] = bits
 
             # 2. Message i is that of this rank's peer on node i.
             name = f"inter receive {self._slot}"
-            messages = self._scratch.messages(name, topology.nodes, layout.nbytes, device=device)
-            transfer = PendingExchange([])
+            messages = self._scratch.split(name, topology.nodes, message, device=device)
+            pending = PendingTransfer([])
             if topology.inter is None:
-                messages.copy_(own)
+                messages.all.copy_(own.all)
             else:
                 what = self._what("quantized", "inter")
-                transfer = start_all_gather_rows(messages, own[0], topology.inter, what=what)
-                self._traffic.count_messages(layout, level="inter", peers=topology.nodes - 1)
+                pending = start_all_gather(messages.all[None], own.all, topology.inter, what=what)
+                self._traffic.count(plan.inter.nbytes, level="inter", padding_bytes=plan.inter.padding_bytes)
         # The transfer reads the message alone. The caller may have copied the main shard to pass it.
         del row, as_gathered
         yield
 
-        with profiler_range(f"sdp4bit::weight_refresh ({self._name})"):
-            transfer.wait()
+        with profiler_range(self._refresh_range):
+            pending.wait()
             # 3. In the order of the rows, so that one launch applies all messages. This stream reads them
             # before it waits for another replica, so all replicas share the buffer.
             if self.holds_all_rows and topology.intra is not None:
-                gathered = self._scratch.messages(
-                    "intra receive", topology.size, layout.nbytes, device=device
-                )
-                blocks = gathered.view(topology.nodes, topology.ranks_per_node, layout.nbytes)
-                all_gather_blocks(blocks, messages, topology.intra, what=self._what("quantized", "intra"))
-                copies, peers = topology.nodes, topology.ranks_per_node - 1
-                self._traffic.count_messages(layout, level="intra", peers=peers, copies=copies)
+                gathered = self._scratch.split("intra receive", topology.size, message, device=device)
+                blocks = gathered.all.view(topology.nodes, topology.ranks_per_node, message.nbytes)
+                what = self._what("quantized", "intra")
+                start_all_gather(blocks, messages.all, topology.intra, what=what).wait()
+                self._traffic.count(plan.intra.nbytes, level="intra", padding_bytes=plan.intra.padding_bytes)
                 messages = gathered
 
             # 4. The owner's row, too, changes by its message and not by the exact difference.
-            parts = split_messages(messages, layout)
-            for section, table, replica, received in zip(sections, tables, held, parts, strict=False):
-                self.apply(received, replica.view(-1, replica.shape[-1]), section=section, blocks=table)
+            for i, (section, replica, table) in enumerate(held):
+                kernels.dequantize_add(
+                    messages.parts[i],
+                    replica=replica.view(-1, replica.shape[-1]),
+                    layout=message.layouts[i],
+                    accumulate=differs,
+                    blocks=table,
+                )
                 if table is None:
                     section.put(replica, rows)
-            if exact:
+            if plan.exact:
                 target, at = rows.view(-1, rows.shape[-1]), 0
-                received = parts[-1].view(rows.dtype)
-                for start, end in exact:
+                received = messages.parts[-1].view(rows.dtype)
+                for start, end in plan.exact:
                     target[:, start:end] = received[:, at : at + end - start]
                     at += end - start
             # After an exception the slot stays taken, because peers may still write to its buffers.
@@ -348,65 +352,33 @@ class WeightReplica:
         # Row r = node * ranks_per_node + local rank, straight from the replica: no tensor besides the output.
         blocks = output.view(topology.nodes, topology.ranks_per_node, -1)
         with profiler_range(f"sdp4bit::weight_gather ({self._name})"):
-            all_gather_blocks(blocks, self.rows, topology.intra, what=self._what("replica", "intra"))
-        self._traffic.count_bytes(self.rows.nbytes, level="intra", peers=topology.ranks_per_node - 1)
+            what = self._what("replica", "intra")
+            start_all_gather(blocks, self.rows, topology.intra, what=what).wait()
+        self._traffic.count(self.rows.nbytes * (topology.ranks_per_node - 1), level="intra")
 
-    def message_layout(self, sections: Sequence[Section], *, exact: Sequence[Range] = ()) -> JointLayout:
-        """Return the layout of a message with these sections of a row, and then the bits of ranges."""
-        layouts = [self._layout_of(section.numel, section) for section in sections]
-        if exact:
-            assert self.rows is not None
-            nbytes = sum(end - start for start, end in exact) * self.rows.element_size()
-            # In words of 32 bits, like a part in full precision.
-            layouts.append(message_layout(numel=-(-nbytes // 4), bits=None, group_size=BLOCK))
-        return JointLayout(tuple(layouts))
-
-    def _layout_of(self, numel: int, section: Section) -> MessageLayout:
-        return section.layout(numel, bits=self.bits, group_size=self.config.group_size)
-
-    def _table(self, section: Section, *, device: torch.device) -> Tensor | None:
-        """Return the blocks of a section that operators read and write where they are in a row."""
-        # Ranges of other sections are joined without padding, so their blocks cross them.
-        if not section.is_fine or len(section.ranges) == 1:
-            return None
-        return self._scratch.table(section.blocks, device=device)
-
-    def quantize(
-        self,
-        row: Tensor,
-        replica: Tensor,
-        out: Tensor,
-        *,
-        section: Section = WHOLE,
-        blocks: Tensor | None = None,
-        nonfinite: Tensor | None = None,
-    ) -> None:
+    def quantize(self, row: Tensor, replica: Tensor, out: Tensor, *, section: Section = WHOLE) -> None:
         """Quantize a section's difference from its replica, or the section itself with mode="direct".
 
         Args:
-            row: [n], the section of a rank's main shard, fp32 or in the gathered dtype; with `blocks` the
-                shard.
+            row: [n], the section of a rank's main shard, fp32 or in the gathered dtype.
             replica: [n], its replica.
             out: uint8 [nbytes] of the layout.
-            nonfinite: bool scalar, set to True if a group of the message is not finite.
         """
         ops.subtract_quantize(
             row,
             replica=replica if self.sends_differences else None,
             out=out,
-            layout=self._layout_of(row.numel() if blocks is None else section.numel, section),
+            layout=self._layout_of(row.numel(), section),
             clip=1.0 if section.is_fine else self.config.effective_clip,
-            blocks=blocks,
-            nonfinite=nonfinite,
         )
 
-    def apply(
-        self, messages: Tensor, rows: Tensor, *, section: Section = WHOLE, blocks: Tensor | None = None
-    ) -> None:
+    def apply(self, messages: Tensor, rows: Tensor, *, section: Section = WHOLE) -> None:
         """Apply messages, uint8 [k, nbytes], to the rows [k, n] of a section of a replica in place."""
-        layout = self._layout_of(rows.shape[1] if blocks is None else section.numel, section)
-        accumulate = self.sends_differences
-        ops.dequantize_add(messages, replica=rows, layout=layout, accumulate=accumulate, blocks=blocks)
+        layout = self._layout_of(rows.shape[1], section)
+        ops.dequantize_add(messages, replica=rows, layout=layout, accumulate=self.sends_differences)
+
+    def _layout_of(self, numel: int, section: Section) -> MessageLayout:
+        return section.layout(numel, bits=self.bits, group_size=self.config.group_size)
 
     def quantized_differences(self, row: Tensor, replica: Tensor) -> tuple[Tensor, Tensor]:
         """Return the difference of a refresh before and after rounding, both fp32; sends nothing.

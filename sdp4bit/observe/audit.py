@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.errors import ranks_in_words
-from sdp4bit.collectives.exchange import all_gather_dense
 from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.topology import Nodes
+from sdp4bit.collectives.transport import all_gather_dense
 from sdp4bit.config import AuditConfig
 from sdp4bit.quantization.ops import checksum
 from sdp4bit.traffic import TrafficCounter

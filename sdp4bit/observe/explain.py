@@ -8,8 +8,7 @@ from dataclasses import astuple, dataclass, replace
 
 from sdp4bit.addresses import page
 from sdp4bit.collectives.group import Group, Remarks
-from sdp4bit.collectives.pieces import is_long_enough
-from sdp4bit.collectives.pipeline import pipeline_chunks
+from sdp4bit.collectives.plan import hops_of, is_long_enough, pipeline_chunks
 from sdp4bit.collectives.sections import FINE_BITS, fine_bits
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import GradientConfig, WeightConfig
@@ -24,6 +23,7 @@ ONE_NODE = 'full precision: sharded inside one node (WeightConfig(replica="full"
 ONE_NODE_GRADIENTS = "full precision: all ranks on one node (GradientConfig(inside_one_node=True) quantizes)"
 """Reasons in the table why weights or gradients are not quantized."""
 
+_PLACES = {"intra": "intra", "inter": "inter", "outer": "between blocks"}
 _WIDTH = 80
 _HEADER = ("group", "values/rank", "ranks", "intra B/step", "inter B/step")
 
@@ -227,14 +227,7 @@ def describe_all_reduce(config: GradientConfig, layout: Nodes, numel: int) -> st
 
 
 def _hops(config: GradientConfig, layout: Nodes) -> list[str]:
-    hops = []
-    if layout.ranks_per_node > 1:
-        hops.append("intra " + _hop(config.intra_bits, config.intra_group_size))
-    if layout.nodes > 1:
-        hops.append("inter " + _hop(config.inter_bits, config.inter_group_size))
-    if layout.blocks > 1:
-        hops.append("between blocks " + _hop(config.inter_bits, config.inter_group_size))
-    return hops
+    return [f"{_PLACES[hop.level]} {_coded(hop.bits, hop.group_size)}" for hop in hops_of(layout, config)]
 
 
 def _bytes(sent: Traffic) -> tuple[str, str]:
@@ -243,6 +236,6 @@ def _bytes(sent: Traffic) -> tuple[str, str]:
     return f"{sent.intra_bytes:,.0f}", f"{sent.inter_bytes:,.0f}"
 
 
-def _hop(bits: Bits, group_size: int) -> str:
+def _coded(bits: Bits, group_size: int) -> str:
     chosen = format_of(bits)
     return f"{chosen.name}/{group_size}" if chosen.has_scales else chosen.name

@@ -11,10 +11,8 @@ last may be shorter (still a multiple of 32), so a row has at most 31 padded val
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
 
 from sdp4bit.quantization.formats import BLOCK, Bits, Format, format_of
 
@@ -103,35 +101,7 @@ class MessageLayout:
         return self.nbytes - values * bytes_per_value(self.format, group_size=self.group_size)
 
 
-@dataclass(frozen=True)
-class JointLayout:
-    """Layout of a message of several consecutive parts, each aligned."""
-
-    layouts: tuple[MessageLayout, ...]
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(layout.nbytes for layout in self.layouts)
-
-    @cached_property
-    def padding_bytes(self) -> float:
-        """See MessageLayout."""
-        return math.fsum(layout.padding_bytes for layout in self.layouts)
-
-    @cached_property
-    def places(self) -> tuple[slice, ...]:
-        """Byte ranges of the parts."""
-        ends = tuple(accumulate(layout.nbytes for layout in self.layouts))
-        return tuple(slice(start, end) for start, end in pairwise((0, *ends)))
-
-
 @lru_cache(maxsize=4096, typed=True)
 def message_layout(*, numel: int, bits: Bits, group_size: int, parts: int = 1) -> MessageLayout:
     """Return a cached layout, whose sizes are computed once; see :class:`MessageLayout`."""
     return MessageLayout(numel=numel, bits=bits, group_size=group_size, parts=parts)
-
-
-@lru_cache(maxsize=4096)
-def joint_layout(layouts: tuple[MessageLayout, ...]) -> JointLayout:
-    """Return a cached layout, like message_layout."""
-    return JointLayout(layouts)

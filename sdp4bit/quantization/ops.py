@@ -3,23 +3,27 @@
 Every operator writes to the caller's buffer and returns nothing, so that buffers can be reused. CPU tensors
 use numba if it is installed and the reference otherwise, CUDA tensors use Triton. All back ends produce the
 same bytes, so ranks may use different ones. They define functions with the same names and arguments.
+
+Functions of this module check their arguments at every call. :func:`backend_of` returns operators that check
+nothing, for callers that have checked once.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial, wraps
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal, ParamSpec, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from sdp4bit.addresses import install
-from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
     check_blocks,
@@ -47,6 +51,8 @@ _AUTOMATIC = {"cpu": "numba", "cuda": "triton"}
 
 _loaded: dict[str, ModuleType] = {}
 _forced: list[BackendName] = []
+_is_checked = False
+"""Whether `backend_of` returns the checked operators."""
 
 
 def _is_available(name: str) -> bool:
@@ -84,11 +90,11 @@ def _automatic_backend(device_type: str) -> ModuleType:
     return _loaded[key]
 
 
-def _backend(tensor: Tensor, *layouts: MessageLayout) -> ModuleType:
+def _backend(device: torch.device, *layouts: MessageLayout) -> ModuleType:
     name = _forced[-1] if _forced else "auto"
     if name == "reference":
         return reference
-    module = _automatic_backend(tensor.device.type) if name == "auto" else _load(name)
+    module = _automatic_backend(device.type) if name == "auto" else _load(name)
     for layout in layouts:
         if module is not reference and layout.format.name not in module.FORMATS:
             _warn_of_format(module.__name__, layout.format.name)
@@ -142,6 +148,47 @@ def use_backend(name: BackendName) -> Iterator[None]:
         _forced.pop()
 
 
+class _Profiled:
+    """The operators of a back end, as named ranges of a profile."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return partial(self._run, name)
+
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> None:
+        with profiler.record_function(f"sdp4bit::{name}"):
+            getattr(self._module, name)(*args, **kwargs)
+
+
+def _unchecked(device: torch.device, layouts: Iterable[MessageLayout]) -> Operators:
+    module = _backend(device, *layouts)
+    return cast(Operators, _Profiled(module) if profiler._is_profiler_enabled else module)
+
+
+P = ParamSpec("P")
+
+
+def operator(check: Callable[P, None]) -> Callable[P, None]:
+    """Make an operator from a function that has its signature and checks its arguments.
+
+    The operator runs the checks, then the function of this name of the back end for its tensors and layouts.
+    """
+
+    @wraps(check)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        check(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        # All tensors are on one device: the checks require it.
+        device = next(each.device for each in given if isinstance(each, Tensor))
+        layouts = [each for each in given if isinstance(each, MessageLayout)]
+        getattr(_unchecked(device, layouts), check.__name__)(*args, **kwargs)
+
+    return run
+
+
+@operator
 def subtract_quantize(
     main: Tensor,
     *,
@@ -188,12 +235,9 @@ def subtract_quantize(
                 f"nonfinite must be a bool scalar, got {nonfinite.dtype} {list(nonfinite.shape)}"
             )
         check_device("nonfinite", nonfinite, messages=out)
-    with profiler_range("sdp4bit::subtract_quantize"):
-        _backend(out, layout).subtract_quantize(
-            main, replica=replica, out=out, layout=layout, clip=clip, blocks=blocks, nonfinite=nonfinite
-        )
 
 
+@operator
 def dequantize_add(
     messages: Tensor,
     *,
@@ -218,12 +262,9 @@ def dequantize_add(
     check_values("replica", replica, messages=messages)
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=messages)
-    with profiler_range("sdp4bit::dequantize_add"):
-        _backend(replica, layout).dequantize_add(
-            messages, replica=replica, layout=layout, accumulate=accumulate, blocks=blocks
-        )
 
 
+@operator
 def hadamard_quantize(
     values: Tensor,
     *,
@@ -259,12 +300,9 @@ def hadamard_quantize(
     check_index("skip", skip, count=destinations)
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=out)
-    with profiler_range("sdp4bit::hadamard_quantize"):
-        _backend(out, layout).hadamard_quantize(
-            values, out=out, layout=layout, hadamard=hadamard, rounding=rounding, skip=skip, blocks=blocks
-        )
 
 
+@operator
 def dequantize_reduce_quantize(
     messages: Tensor,
     *,
@@ -311,21 +349,9 @@ def dequantize_reduce_quantize(
                 f"own needs skip, the part that it receives, and messages of one part, got skip={skip} and "
                 f"{sent.parts} parts"
             )
-    with profiler_range("sdp4bit::dequantize_reduce_quantize"):
-        _backend(out, received, sent).dequantize_reduce_quantize(
-            messages,
-            received=received,
-            out=out,
-            sent=sent,
-            rounding=rounding,
-            dither=dither,
-            skip=skip,
-            own=own,
-            hadamard=hadamard,
-            multiplier=multiplier,
-        )
 
 
+@operator
 def dequantize_reduce_hadamard(
     messages: Tensor,
     *,
@@ -366,21 +392,9 @@ def dequantize_reduce_hadamard(
         check_own(own, numel=numel, messages=messages)
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=messages)
-    with profiler_range("sdp4bit::dequantize_reduce_hadamard"):
-        _backend(out, layout).dequantize_reduce_hadamard(
-            messages,
-            out=out,
-            layout=layout,
-            hadamard=hadamard,
-            multiplier=multiplier,
-            dither=dither,
-            part=part,
-            skip=skip,
-            own=own,
-            blocks=blocks,
-        )
 
 
+@operator
 def dequantize_reduce_pieces(
     messages: Tensor,
     *,
@@ -420,19 +434,9 @@ def dequantize_reduce_pieces(
     if len(messages) % pieces:
         raise ValueError(f"messages must be a multiple of the {pieces} pieces, got {len(messages)}")
     check_values("out", out, messages=messages)
-    with profiler_range("sdp4bit::dequantize_reduce_pieces"):
-        _backend(out, layout).dequantize_reduce_pieces(
-            messages,
-            out=out,
-            layout=layout,
-            pieces=pieces,
-            stride=stride,
-            hadamard=hadamard,
-            multiplier=multiplier,
-            dither=dither,
-        )
 
 
+@operator
 def add_checksum(values: Tensor, *, out: Tensor) -> None:
     """Add to `out`, int64 [], a number that any single flipped bit of values changes (`checksum.py`).
 
@@ -443,8 +447,6 @@ def add_checksum(values: Tensor, *, out: Tensor) -> None:
         raise ValueError(
             f"out must be int64 [] on {values.device}, got {out.dtype} {list(out.shape)} on {out.device}"
         )
-    with profiler_range("sdp4bit::add_checksum"):
-        _backend(values).add_checksum(values, out=out)
 
 
 def checksum(values: Tensor) -> Tensor:
@@ -452,3 +454,37 @@ def checksum(values: Tensor) -> Tensor:
     out = torch.zeros((), dtype=torch.int64, device=values.device)
     add_checksum(values, out=out)
     return out
+
+
+class Operators:
+    """The type of `backend_of`'s result, a module with these functions."""
+
+    subtract_quantize = staticmethod(subtract_quantize)
+    dequantize_add = staticmethod(dequantize_add)
+    hadamard_quantize = staticmethod(hadamard_quantize)
+    dequantize_reduce_quantize = staticmethod(dequantize_reduce_quantize)
+    dequantize_reduce_hadamard = staticmethod(dequantize_reduce_hadamard)
+    dequantize_reduce_pieces = staticmethod(dequantize_reduce_pieces)
+    add_checksum = staticmethod(add_checksum)
+
+
+def backend_of(device: torch.device, layouts: Iterable[MessageLayout]) -> Operators:
+    """Return unchecked operators for these layouts on a device, of the back end that the checked ones use.
+
+    CPU kernels take raw addresses, so wrong arguments access foreign memory. Call this again for each run of
+    a collective, because the result depends on `use_backend` and on whether a profiler runs.
+    """
+    if _is_checked:
+        return cast(Operators, sys.modules[__name__])
+    return _unchecked(device, layouts)
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Make `backend_of` return the checked operators inside the block, in all threads (for tests)."""
+    global _is_checked
+    previous, _is_checked = _is_checked, True
+    try:
+        yield
+    finally:
+        _is_checked = previous

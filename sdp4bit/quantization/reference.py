@@ -257,7 +257,7 @@ def subtract_quantize(
     replica: Tensor | None,
     out: Tensor,
     layout: MessageLayout,
-    clip: float,
+    clip: float = 1.0,
     blocks: Tensor | None = None,
     nonfinite: Tensor | None = None,
 ) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from sdp4bit.collectives.plan import holds_all_rows
 from sdp4bit.traffic import Grid
-from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, Exchange, GroupTraffic, is_full
+from sdp4bit_lab.plan.traffic import GATHERED_BYTES, REDUCED_BYTES, Exchange, GroupTraffic
 
 MAIN_BYTES = 4
 ADAM_BYTES = 8
@@ -85,7 +86,7 @@ def memory_per_rank(
             row_bytes * grid.size * reduced
         )
     if largest.weights is not None and grid.size > 1 and not is_flat:
-        copies = grid.size if is_full(largest.weights, grid=grid) else grid.nodes
+        copies = grid.size if holds_all_rows(largest.weights, grid=grid) else grid.nodes
         memory["weight replica, bf16"] = GATHERED_BYTES * copies * sum(rows)
     # All groups share the buffers of the largest one.
     buffers = max(sum(exchange.buffer_bytes for exchange in group.exchanges) for group in traffic)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from sdp4bit.addresses import page
-from sdp4bit.collectives.exchange import start_all_to_all
 from sdp4bit.collectives.topology import Topology, create_topology, destroy_topology, host_name
+from sdp4bit.collectives.transport import start_all_to_all
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.formats import BLOCK

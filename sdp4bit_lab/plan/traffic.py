@@ -1,4 +1,4 @@
-"""Count the bytes that one rank sends per step and level, from the layouts of the messages.
+"""Count the bytes that one rank sends per step and level, from the plans of its collectives.
 
 :mod:`sdp4bit.traffic` counts the same bytes during training. Quantized messages are exact. Collectives of the
 communication library count as rings in rank order, the minimum of any algorithm, spread evenly over the ranks
@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from typing import Any
 
-from sdp4bit.collectives.pieces import is_long_enough, piece_count, piece_stride_and_length
-from sdp4bit.collectives.pipeline import CHUNKS_UNDER_WAY, cut_into_chunks, group_unit
+from sdp4bit.collectives.plan import (
+    Launch,
+    ReducePlan,
+    Step,
+    Transfer,
+    group_unit,
+    holds_all_rows,
+    is_long_enough,
+    plan_all_reduce,
+    plan_reduce,
+    plan_refresh,
+)
 from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.quantization.formats import BLOCK, Bits
-from sdp4bit.quantization.layout import JointLayout
-from sdp4bit.traffic import ALONE, Grid, Level
-from sdp4bit_lab.plan.devices import Work
+from sdp4bit.quantization.formats import BLOCK
+from sdp4bit.traffic import ALONE, Grid
+from sdp4bit_lab.plan.devices import Operator, Work
 from sdp4bit_lab.plan.latency import Call, Kind
 from sdp4bit_lab.plan.model import ShardedGroup
 
@@ -67,32 +76,43 @@ def ring(row_bytes: float, *, grid: Grid, kind: Kind = "gather", times: int = 1)
     return Exchange(intra_bytes=sent * (g - 1) / g, inter_bytes=sent / g, calls=calls)
 
 
-def _message(
-    pieces: Sequence[tuple[Section, int]], *, bits: Bits, group_size: int, rows: int = 1
-) -> JointLayout:
-    """Return the layout of a message of `rows` rows with the given number of values per section."""
-    layouts = (section.layout(n, bits=bits, group_size=group_size, parts=rows) for section, n in pieces)
-    return JointLayout(tuple(layouts))
+def _exchange(steps: Sequence[Step], *, row_bytes: int, **facts: Any) -> Exchange:
+    """Return the exchange of steps of a plan.
 
-
-def _send(messages: Sequence[tuple[Level, JointLayout, int]], *, kind: Kind, grid: Grid) -> Exchange:
-    """Return the exchange of messages: level, layout and number of copies of each collective."""
-    intra, inter, outer = grid.levels.values()
-    over = {
-        "intra": Grid(nodes=1, ranks_per_node=intra),
-        "inter": Grid(nodes=inter, ranks_per_node=1),
-        "outer": Grid(nodes=outer, ranks_per_node=1, blocks=outer),  # a communicator of its own
-    }
-
-    def nbytes(*levels: Level) -> float:
-        return float(sum(layout.nbytes * copies for level, layout, copies in messages if level in levels))
-
+    Args:
+        row_bytes: bytes of a value of the rows that are read and of the weights that are written.
+    """
+    transfers = [each for step in steps for each in step.transfers]
     return Exchange(
-        intra_bytes=nbytes("intra"),
-        inter_bytes=nbytes("inter", "outer"),
-        padding_bytes=sum(layout.padding_bytes * copies for _, layout, copies in messages),
-        calls=tuple(Call(kind=kind, grid=over[hop]) for hop, _, copies in messages if copies > 0),
+        intra_bytes=float(sum(each.nbytes for each in transfers if each.level == "intra")),
+        inter_bytes=float(sum(each.nbytes for each in transfers if each.level != "intra")),
+        padding_bytes=sum(each.padding_bytes for each in transfers),
+        calls=tuple(_call(each) for each in transfers),
+        work=tuple(_work(step.launch, row_bytes=row_bytes) for step in steps),
+        **facts,
     )
+
+
+def _call(transfer: Transfer) -> Call:
+    size, kind = transfer.peers + 1, transfer.kind
+    grid = Grid(nodes=size, ranks_per_node=1, blocks=size if transfer.level == "outer" else 1)
+    if transfer.level == "intra":
+        grid = Grid(nodes=1, ranks_per_node=size)
+    return Call(kind="gather" if kind == "all-gather" else kind, grid=grid)
+
+
+def _work(launch: Launch, *, row_bytes: int) -> Work:
+    moved, values = float(launch.message_bytes), launch.values
+    if launch.operator == "hadamard_quantize":
+        operator: Operator = "quantize to 8 bits" if launch.bits in (None, 8) else "quantize to 4 bits"
+        return Work(operator=operator, moved_bytes=moved + row_bytes * values, values=values)
+    if launch.operator == "dequantize_reduce_quantize":
+        return Work(operator="reduce and requantize", moved_bytes=moved, values=values, messages=launch.terms)
+    if launch.operator in ("subtract_quantize", "dequantize_add"):
+        # Two rows are read for the difference; each row of the replica is read and written.
+        return Work(operator="weights", moved_bytes=moved + 2 * row_bytes * values, values=values)
+    moved += REDUCED_BYTES * values
+    return Work(operator="reduce", moved_bytes=moved, values=values, messages=launch.terms)
 
 
 def gradient_exchange(
@@ -114,60 +134,13 @@ def gradient_exchange(
         return Exchange()
     if config is None or row_numel < config.min_numel:
         return ring(row_numel * dense_bytes, grid=grid, kind="reduce")
-    hops = [(level, size) for level, size in grid.levels.items() if size > 1]
-    # Rows in a message: those of the receiver and of the ranks that it forwards to.
-    rows_in = {level: grid.size // (grid.apart(level) * size) for level, size in hops}
-    parts = sections or whole_row(row_numel)
-    lengths = [part.numel for part in parts]
-    messages: list[tuple[Level, JointLayout, int]] = []
-    buffers, sent = [], dict.fromkeys(rows_in, 0)
-    for chosen in cut_into_chunks(lengths, config=config, grid=grid):
-        pieces = [(parts[index], place.stop - place.start) for index, place in chosen]
-        in_use = 0
-        for level, size in hops:
-            bits, group_size = _settings(config, level)
-            layout = _message(pieces, bits=bits, group_size=group_size, rows=rows_in[level])
-            messages.append((level, layout, size - 1))
-            sent[level] += size * layout.nbytes
-            in_use += size * layout.nbytes
-        buffers.append(2 * in_use)
-    # Chunks alternate between the buffers, which have the size of the largest chunk's messages.
-    turns = [buffers[turn::CHUNKS_UNDER_WAY] for turn in range(CHUNKS_UNDER_WAY)]
-    # Each hop has a kernel in front that writes its messages, and the next kernel reads them.
-    rows, values = dense_bytes * grid.size * sum(lengths), sum(lengths)
-    (first, _), (last, senders) = hops[0], hops[-1]
-    work = [_quantize(rows + sent[first], bits=_settings(config, first)[0], values=values * grid.size)]
-    for (before, received), (level, size) in pairwise(hops):
-        work.append(
-            Work(
-                operator="reduce and requantize",
-                moved_bytes=float(sent[before] + sent[level]),
-                values=size * rows_in[level] * values,
-                messages=received,
-            )
-        )
-    moved = float(REDUCED_BYTES * values + sent[last])
-    work.append(Work(operator="reduce", moved_bytes=moved, values=values, messages=senders))
-    return replace(
-        _send(messages, kind="all-to-all", grid=grid),
-        chunks=max(1, len(buffers)),
-        work=tuple(work),
-        buffer_bytes=sum(max(turn) for turn in turns if turn),
-    )
+    plan = plan_reduce(tuple(sections) or whole_row(row_numel), grid=grid, config=config)
+    return _reduction(plan, dense_bytes=dense_bytes)
 
 
-def _settings(config: GradientConfig, level: Level) -> tuple[Bits, int]:
-    """Return the bits and the group size of a level."""
-    if level == "intra":
-        return config.intra_bits, config.intra_group_size
-    return config.inter_bits, config.inter_group_size
-
-
-def _quantize(moved: float, *, bits: Bits, values: int) -> Work:
-    fits_4 = bits is not None and bits != 8
-    return Work(
-        operator="quantize to 4 bits" if fits_4 else "quantize to 8 bits", moved_bytes=moved, values=values
-    )
+def _reduction(plan: ReducePlan, *, dense_bytes: int) -> Exchange:
+    chunks, buffer_bytes = max(1, len(plan.chunks)), plan.buffer_bytes
+    return _exchange(plan.steps, row_bytes=dense_bytes, chunks=chunks, buffer_bytes=buffer_bytes)
 
 
 def all_reduce_exchange(
@@ -182,40 +155,22 @@ def all_reduce_exchange(
 
     Uses full precision if a rank's part is below min_numel.
     """
-    g, n, b = grid.ranks_per_node, grid.nodes, grid.blocks
     if grid.size == 1 or numel == 0:
         return Exchange()
     if config is None or not is_long_enough(numel, ranks=grid.size, config=config):
         return ring(numel * dense_bytes / grid.size, grid=grid, kind="all-reduce")
-    count = piece_count(grid)
-    pieces = []
-    for section in sections or whole_row(numel):
-        _, length = piece_stride_and_length(section.numel, pieces=count, unit=section.unit)
-        pieces.append(replace(section, ranges=((0, length),)))
-    over = grid if count == grid.size else Grid(nodes=1, ranks_per_node=g)
-    reduced = gradient_exchange(
-        0, grid=over, config=replace(config, min_numel=0), dense_bytes=dense_bytes, sections=pieces
-    )
-    # The summed pieces are gathered between blocks of nodes, between nodes, then inside each node.
-    bits, group_size = _settings(config, "inter" if n > 1 else "intra")
-    layout = _message([(piece, piece.numel) for piece in pieces], bits=bits, group_size=group_size)
-    copies: dict[Level, int] = {"outer": b - 1, "inter": b * (n // b - 1), "intra": n * (g - 1)}
-    gathered = _send([(level, layout, count) for level, count in copies.items()], kind="gather", grid=grid)
-    values = sum(piece.numel for piece in pieces)
-    restored = float(grid.size * layout.nbytes + REDUCED_BYTES * count * values)
+    plan = plan_all_reduce(tuple(sections) or whole_row(numel), grid=grid, config=config)
+    reduced = _reduction(plan.reduce, dense_bytes=dense_bytes)
+    # Sums of pieces are in fp32.
+    gathered = _exchange(plan.steps[len(plan.reduce.steps) :], row_bytes=REDUCED_BYTES)
     return Exchange(
         intra_bytes=reduced.intra_bytes + gathered.intra_bytes,
         inter_bytes=reduced.inter_bytes + gathered.inter_bytes,
         padding_bytes=reduced.padding_bytes + gathered.padding_bytes,
         calls=reduced.calls + gathered.calls,
         chunks=reduced.chunks,
-        work=(
-            *reduced.work,
-            _quantize(layout.nbytes + REDUCED_BYTES * values, bits=bits, values=values),
-            Work(operator="reduce", moved_bytes=restored, values=count * values, messages=1),
-        ),
-        buffer_bytes=reduced.buffer_bytes
-        + layout.nbytes * (1 + b * (b > 1) + n * (n > 1) + grid.size * (g > 1)),
+        work=reduced.work + gathered.work,
+        buffer_bytes=plan.buffer_bytes,
     )
 
 
@@ -227,7 +182,7 @@ def weight_refresh(
         return Exchange()
     grid = replace(grid, blocks=1)  # weights cross nodes in one hop
     g, n = grid.ranks_per_node, grid.nodes
-    gathers_all = is_full(config, grid=grid) and g > 1
+    gathers_all = holds_all_rows(config, grid=grid) and g > 1
     intra_copies = n * (g - 1) if gathers_all else 0
     if config.bits is None:
         return Exchange(
@@ -240,17 +195,9 @@ def weight_refresh(
             ),
             chunks=1,
         )
-    parts = [(part, part.numel) for part in sections or whole_row(row_numel)]
-    layout = _message(parts, bits=config.bits, group_size=config.group_size)
-    rows = grid.size if gathers_all else n
-    # Two bf16 rows are read for the difference; each row of the replica is read and written.
-    moved = float((1 + rows) * (2 * GATHERED_BYTES * row_numel + layout.nbytes))
-    return replace(
-        _send([("inter", layout, n - 1), ("intra", layout, intra_copies)], kind="gather", grid=grid),
-        chunks=1,
-        work=(Work(operator="weights", moved_bytes=moved, values=(1 + rows) * row_numel),),
-        buffer_bytes=layout.nbytes * (1 + n + (grid.size if gathers_all else 0)),
-    )
+    chosen = tuple(sections) or whole_row(row_numel)
+    plan = plan_refresh(chosen, grid=grid, config=config, numel=row_numel)
+    return _exchange(plan.steps, row_bytes=GATHERED_BYTES, chunks=1, buffer_bytes=plan.buffer_bytes)
 
 
 def weight_gather(row_numel: int, *, grid: Grid, config: WeightConfig | None, times: int = 1) -> Exchange:
@@ -259,16 +206,11 @@ def weight_gather(row_numel: int, *, grid: Grid, config: WeightConfig | None, ti
         return Exchange()
     if config is None:
         return ring(GATHERED_BYTES * row_numel, grid=grid, times=times)
-    if is_full(config, grid=grid):
+    if holds_all_rows(config, grid=grid):
         return Exchange()
     sent = GATHERED_BYTES * row_numel * grid.nodes * (grid.ranks_per_node - 1)
     calls = (Call(kind="gather", grid=Grid(nodes=1, ranks_per_node=grid.ranks_per_node), times=times),)
     return Exchange(intra_bytes=float(sent * times), calls=calls, chunks=1)
-
-
-def is_full(config: WeightConfig, *, grid: Grid) -> bool:
-    """Return whether every rank has every row of the replica."""
-    return config.replica == "full" or grid.ranks_per_node == 1
 
 
 @dataclass(frozen=True, kw_only=True)

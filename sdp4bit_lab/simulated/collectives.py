@@ -11,13 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.all_reduce import PieceQuantizer, sections_of
-from sdp4bit.collectives.exchange import GroupExchange, PendingExchange, Use
-from sdp4bit.collectives.pipeline import Steps, advance
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, SectionRows
-from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.sections import Section, split_messages, whole_row
+from sdp4bit.collectives.all_reduce import PieceQuantizer, pieces_of
+from sdp4bit.collectives.plan import Message, ReducePlan, plan_refresh
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, SectionValues
+from sdp4bit.collectives.scratch import Messages, Scratch
+from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.collectives.topology import Nodes, Topology, arrange, block_numbers
+from sdp4bit.collectives.transport import PendingTransfer, Running, Transport, Use, advance
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Level, TrafficCounter
@@ -34,7 +34,7 @@ def simulated_layout(ranks: int, *, ranks_per_node: int, nodes_per_block: int | 
     return arrange(range(ranks), labels, block_of=block_of)
 
 
-class SimulatedExchange(GroupExchange):
+class SimulatedTransport(Transport):
     """All-to-alls of one simulated rank, in memory shared by senders and receivers.
 
     The ranks of a node share a matrix [receiver, sender, nbytes], which the next node reuses. Ranks with
@@ -46,12 +46,16 @@ class SimulatedExchange(GroupExchange):
         super().__init__(topology, scratch)
         self._bucket = bucket
 
-    def messages(self, level: Level, use: Use, index: int, *, nbytes: int, device: torch.device) -> Tensor:
+    def messages(
+        self, level: Level, use: Use, index: int, message: Message, *, device: torch.device
+    ) -> Messages:
         topology = self._topology
         size, me = topology.layout.levels[level], topology.place(level)
         name = f"bucket {self._bucket} {level} {index} of {topology.row % topology.layout.apart(level)}"
-        matrix = self._scratch.messages(name, size * size, nbytes, device=device).view(size, size, nbytes)
-        return matrix[:, me] if use == "send" else matrix[me]
+        matrix = self._scratch.messages(name, size * size, message.nbytes, device=device)
+        matrix = matrix.view(size, size, message.nbytes)
+        mine = matrix[:, me] if use == "send" else matrix[me]
+        return Messages(mine, tuple(mine[:, place] for place in message.places))
 
     def start(
         self,
@@ -63,9 +67,9 @@ class SimulatedExchange(GroupExchange):
         overlaps: bool,
         skips_own: bool,
         what: str,
-    ) -> PendingExchange:
+    ) -> PendingTransfer:
         """Return at once, because the peers write messages into place."""
-        return PendingExchange([])
+        return PendingTransfer([])
 
 
 class SimulatedReduceScatter:
@@ -109,10 +113,10 @@ class SimulatedReduceScatter:
                     bucket=bucket,
                     traffic=uncounted if rank else traffic,
                     scratch=scratch,
-                    exchange=SimulatedExchange(topology, scratch, bucket=bucket),
+                    transport=SimulatedTransport(topology, scratch, bucket=bucket),
                 )
             )
-        self._under_way: list[tuple[list[Steps], Tensor]] = []
+        self._under_way: list[tuple[list[Running], Tensor]] = []
         self._sums: Tensor | None = None
 
     def add(
@@ -130,14 +134,16 @@ class SimulatedReduceScatter:
         if self._sums is None or self._sums.shape != rows.shape or self._sums.device != rows.device:
             self._sums = torch.empty_like(rows)
         row, member = self._sums[rank], self._members[rank]
-        cut = member.cut(row, rows.view(-1), sections=sections)
-        self._take(member.chunks(cut, call=call, nonfinite=nonfinite), row)
+        chunks = member.chunks(row, rows.view(-1), call=call, nonfinite=nonfinite, sections=tuple(sections))
+        self._take(chunks, row)
 
-    def add_sections(self, sections: Sequence[SectionRows], row: Tensor, *, call: int) -> None:
+    def add_sections(
+        self, plan: ReducePlan, sections: Sequence[SectionValues], row: Tensor, *, call: int
+    ) -> None:
         """Add the next rank's sections; their outputs together form this row."""
-        self._take(self._members[len(self._under_way)].chunks(sections, call=call), row)
+        self._take(self._members[len(self._under_way)].reduce(plan, sections, call=call), row)
 
-    def _take(self, chunks: list[Steps], row: Tensor) -> None:
+    def _take(self, chunks: list[Running], row: Tensor) -> None:
         """Send the next rank's messages; if it completes a node or a block, also those of the next hop."""
         self._under_way.append((advance(chunks), row))
         for hop in self.of_rank_0.hops[1:]:
@@ -210,36 +216,34 @@ class SimulatedAllReduce:
         size, total = self._layout.size, torch.empty_like(values[0])
         if size == 1 or not total.numel():
             return values[0] * multiplier
-        count = self._pieces.count
-        cut = sections_of(total, sections)
-        lengths = [each.pieces(count).shape[1] for each in cut]
+        plan = self._pieces.plan(tuple(sections) or whole_row(total.numel()))
+        count, lengths = plan.count, plan.lengths
         rows = torch.empty(count, sum(lengths), dtype=torch.float32, device=total.device)
-        nbytes = self._pieces.message_layout(rows[0].split(lengths), cut).nbytes
-        messages = self._scratch.messages("gather", size, nbytes, device=total.device)
+        messages = self._scratch.split("gather", size, plan.message, device=total.device)
 
         def quantize(rank: int, pieces: Sequence[Tensor]) -> None:
-            message = messages[rank : rank + 1]
-            self._pieces.quantize(pieces, message, call=call, row=rank, sections=cut)
+            out = [part[rank : rank + 1] for part in messages.parts]
+            self._pieces.quantize(plan, pieces, out, call=call, row=rank)
 
         for first, reduction in zip(range(0, size, count), self._reductions, strict=True):
             reduction.abandon()
             if count == 1:
-                quantize(first, [each.values for each in sections_of(values[first], sections)])
+                quantize(first, [section.take(values[first]) for section in plan.sections])
                 continue
             for each, row in zip(values[first : first + count], rows, strict=True):
-                parts = [
-                    SectionRows(
-                        section=part.section, rows=part.pieces(count), output=output, numel=output.numel()
-                    )
-                    for part, output in zip(sections_of(each, sections), row.split(lengths), strict=True)
+                taken = [section.take(each) for section in plan.sections]
+                chosen = [
+                    SectionValues(pieces_of(mine, plan, i), output)
+                    for i, (mine, output) in enumerate(zip(taken, row.split(lengths), strict=True))
                 ]
-                reduction.add_sections(parts, row, call=call)
+                reduction.add_sections(plan.reduce, chosen, row, call=call)
 
             def take(rank: int, row: Tensor, first: int = first) -> None:
                 quantize(first + rank, row.split(lengths))
 
             reduction.finish(take)
-        self._pieces.restore(messages, total, call=call, multiplier=multiplier, sections=cut)
+        taken = [section.take(total) for section in plan.sections]
+        self._pieces.restore(plan, messages.parts, taken, total, call=call, multiplier=multiplier)
         return total
 
 
@@ -260,34 +264,37 @@ class SimulatedReplica(WeightReplica):
         if rows is not held:
             held.copy_(rows)
         if layout.nodes > 1:
-            self._traffic.count_bytes(row_bytes, level="inter", peers=layout.nodes - 1)
+            self._traffic.count(row_bytes * (layout.nodes - 1), level="inter")
         if self.holds_all_rows and layout.ranks_per_node > 1:
             peers = layout.ranks_per_node - 1
-            self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)
+            self._traffic.count(row_bytes * layout.nodes * peers, level="intra")
 
     def refresh(self, rows: Tensor, held: Tensor, *, sections: Sequence[Section] = ()) -> None:
         """Add the quantized differences from the rows to the replica; sections () is a single one."""
         if self.bits is None:
             self.refresh_fully(rows, held)
             return
-        chosen = sections or whole_row(rows.shape[1])
-        layout, message = self._topology.layout, self.message_layout(chosen)
-        sent = self._scratch.messages("weights", layout.size, message.nbytes, device=rows.device)
-        for section, part in zip(chosen, split_messages(sent, message), strict=True):
+        plan = plan_refresh(
+            tuple(sections) or whole_row(rows.shape[1]),
+            grid=self._topology.layout.grid,
+            config=self.config,
+            numel=rows.shape[1],
+        )
+        ranks, device = range(self._topology.size), rows.device
+        sent = self._scratch.split("weights", len(ranks), plan.message, device=device)
+        for section, part in zip(plan.sections, sent.parts, strict=True):
             main, replica = section.take(rows), section.take(held)
-            for rank in range(layout.size):
+            for rank in ranks:
                 self.quantize(main[rank], replica[rank], part[rank], section=section)
             self.apply(part, replica, section=section)
             section.put(replica, held)
-        if layout.nodes > 1:
-            self._traffic.count_messages(message, level="inter", peers=layout.nodes - 1)
-        if self.holds_all_rows and layout.ranks_per_node > 1:
-            peers = layout.ranks_per_node - 1
-            self._traffic.count_messages(message, level="intra", peers=peers, copies=layout.nodes)
+        for each in (plan.inter, plan.intra):
+            if each.nbytes:
+                self._traffic.count(each.nbytes, level=each.level, padding_bytes=each.padding_bytes)
 
     def count_gather(self, row_bytes: int) -> None:
         """Count a gather of weights inside the node, unless every rank holds all of them."""
         layout = self._topology.layout
         if not self.holds_all_rows:
             peers = layout.ranks_per_node - 1
-            self._traffic.count_bytes(row_bytes * layout.nodes, level="intra", peers=peers)
+            self._traffic.count(row_bytes * layout.nodes * peers, level="intra")

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.all_reduce import PieceQuantizer, SectionValues, sections_of
+from sdp4bit.collectives.all_reduce import PieceQuantizer, pieces_of
+from sdp4bit.collectives.plan import plan_all_reduce
 from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import GradientConfig
@@ -216,8 +217,10 @@ def test_pieces_begin_at_blocks_and_cover_everything_without_a_copy() -> None:
         for ranks in (1, 2, 3, 8):
             values = torch.zeros(numel)
             for unit in (32, 384):
-                section = SectionValues(section=Section(unit=unit), values=values.zero_())
-                pieces = section.pieces(ranks)
+                section = Section(ranges=((0, numel),), unit=unit)
+                grid = Grid(nodes=1, ranks_per_node=ranks)
+                plan = plan_all_reduce((section,), grid=grid, config=GradientConfig())
+                pieces = pieces_of(values.zero_(), plan, 0)
                 assert pieces.data_ptr() == values.data_ptr()
                 assert pieces.stride(0) % unit == 0 and pieces.shape[1] < numel // ranks + unit * ranks + 1
                 pieces.fill_(1.0)
@@ -230,18 +233,17 @@ def test_pieces_of_all_ranks_are_restored_in_one_launch_per_section(ranks: int) 
     numbers = range(5, 5 + 3 * ranks, 3)
     pieces = PieceQuantizer(layout, config=GradientConfig(), seed=1, ranks=numbers, bucket=BUCKET)
     values = torch.full((32 * 1000 + 77,), math.nan)
-    sections = sections_of(values, [Section(ranges=((0, 16_000),)), Section(ranges=((16_000, 32_077),))])
-    own = [each.pieces(pieces.count)[0] for each in sections]
-    message = pieces.message_layout(own, sections)
-    messages = torch.zeros(ranks, message.nbytes, dtype=torch.uint8)
+    sections = (Section(ranges=((0, 16_000),)), Section(ranges=((16_000, 32_077),)))
+    plan = pieces.plan(sections)
+    messages = [torch.zeros(ranks, each.nbytes, dtype=torch.uint8) for each in plan.message.layouts]
     with ops.use_backend("reference"), mock.patch.object(reference, "dequantize_reduce_pieces") as launch:
-        pieces.restore(messages, values, call=3, sections=sections)
+        pieces.restore(plan, messages, [values[:16_000], values[16_000:]], values, call=3)
     assert launch.call_count == 2
     # Each piece has the key of its sender, the first of the two with two nodes.
     for each, call in zip(sections, launch.call_args_list, strict=True):
         series = call.kwargs["dither"]
         for piece in (0, pieces.count - 1):
-            step, rank = each.section.call(3), numbers[piece]
+            step, rank = each.call(3), numbers[piece]
             stream = pack_stream(step=step, bucket=BUCKET, stage=Stage.GATHER, rank=rank)
             assert series.key(piece) == RoundingKey(*derive_keys(1, stream), dither=True)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster_network import Network, reason_to_skip
-from sdp4bit.collectives.host import all_reduce_on_host, create_host_group, hops_of
+from sdp4bit.collectives.host import all_reduce_on_host, create_host_group, exchanges_of
 from tests import ROOT
 from tests.ranks import run_ranks
 
@@ -25,7 +25,7 @@ MAX, SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM
 
 @pytest.mark.parametrize("size", [*range(1, 34), 1000, 8192])
 def test_every_rank_is_combined_once_in_a_logarithmic_number_of_hops(size: int) -> None:
-    plans = {rank: deque(hops_of(rank, size=size)) for rank in range(size)}
+    plans = {rank: deque(exchanges_of(rank, size=size)) for rank in range(size)}
     assert max(map(len, plans.values())) <= size.bit_length() + 1
     totals = [1 << rank for rank in range(size)]  # one bit per rank, so a rank that counts twice shows
     sent: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
 from sdp4bit.collectives import topology as topologies
-from sdp4bit.collectives.exchange import all_gather_blocks, start_all_gather_rows, start_all_to_all
 from sdp4bit.collectives.topology import (
     Nodes,
     arrange,
@@ -33,6 +32,7 @@ from sdp4bit.collectives.topology import (
     mesh_row,
     node_labels,
 )
+from sdp4bit.collectives.transport import start_all_gather, start_all_to_all
 from sdp4bit.engines import agreement
 from tests.ranks import fake_world, on_ranks, run_ranks, run_threads
 
@@ -341,11 +341,11 @@ def exchange_all(lengths: list[int]) -> None:
 
     for numel in lengths:
         rows = torch.full((size, numel), -1, dtype=torch.int32)
-        start_all_gather_rows(rows, values(rank, numel), group).wait()
+        start_all_gather(rows[None], values(rank, numel)[None], group).wait()
         assert torch.equal(rows, torch.stack([values(peer, numel) for peer in everyone]))
 
         blocks = torch.full((3, size, numel), -1, dtype=torch.int32)
-        all_gather_blocks(blocks, values(rank, 3, numel), group)
+        start_all_gather(blocks, values(rank, 3, numel), group).wait()
         assert torch.equal(blocks, torch.stack([values(peer, 3, numel) for peer in everyone], dim=1))
 
 

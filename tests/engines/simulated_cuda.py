@@ -86,7 +86,7 @@ class Kernels:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 compute(first, **named)
             written = [named["replica" if name == "dequantize_add" else "out"], named.get("nonfinite")]
-            written += [named["own"]] if name == "dequantize_reduce_quantize" else []
+            written += [named.get("own")] if name == "dequantize_reduce_quantize" else []
             writes = [each for each in written if each is not None]
             tensors = [first, *(each for each in named.values() if isinstance(each, Tensor))]
             reads = [each for each in tensors if not any(each is one for one in writes)]

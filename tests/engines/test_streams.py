@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sdp4bit.collectives import exchange
-from sdp4bit.collectives.pipeline import advance
+from sdp4bit.collectives import transport
+from sdp4bit.collectives.transport import advance
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook
 from sdp4bit.engines.megatron.patches import GroupPatch
@@ -291,7 +291,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "message buffers of all-reduces of two roots": ("HSDP, two roots", _shared_buffers),
     "message buffers of two slices": (
         "pipeline chunks",
-        lambda: mock.patch.object(exchange, "CHUNKS_UNDER_WAY", 1),
+        lambda: mock.patch.object(transport, "CHUNKS_UNDER_WAY", 1),
     ),
     "gradients are used before they are averaged": (
         "DDP",
@@ -364,7 +364,7 @@ def test_there_is_a_fault_without_any_one_of_the_waits() -> None:
         for site, is_needed in needed_here.items():
             found[site] = found.get(site, False) or is_needed
     assert all(found.values()), found
-    assert {site.partition(" ")[0] for site in found} >= {"exchange.py", "work.py"}
+    assert {site.partition(" ")[0] for site in found} >= {"transport.py"}
 
 
 def test_there_is_a_fault_if_memory_is_freed_shared_or_read_too_early_or_late(fsdp: list[Outcome]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey, derive_keys
 from tests.quantization.operator_calls import KEY, empty_messages, layout_of, quantized, values_of
+from tests.ranks import on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +115,56 @@ def test_operator_runs_on_the_forced_backend(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(reference, "hadamard_quantize", lambda values, **named: calls.append(named["layout"]))
     quantized(values_of(1, 1, 64), layout_of(64))
     assert calls == [layout_of(64)]
+
+
+@pytest.mark.parametrize("name", ["reference", "numba", "triton"])
+def test_backends_have_the_signatures_of_the_checked_operators(name: str) -> None:
+    module = (
+        reference if name == "reference" else import_module(pytest.importorskip(name) and ops._MODULE[name])
+    )
+    for operator in (each for each in vars(ops.Operators) if not each.startswith("_")):
+        checked, unchecked = (inspect.signature(getattr(each, operator)) for each in (ops, module))
+        assert list(checked.parameters.values()) == list(unchecked.parameters.values()), operator
+
+
+def test_backend_of_a_device_checks_in_tests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, values, layout = torch.device("cpu"), values_of(1, 1, 64), layout_of(64)
+    named = {"out": empty_messages(1, layout), "layout": layout_of(65), "hadamard": True, "rounding": None}
+    with pytest.raises(ValueError, match="numel=64"):
+        ops.backend_of(device, [layout]).hadamard_quantize(values, **named)
+    monkeypatch.setattr(ops, "_is_checked", False)
+    assert ops.backend_of(device, [layout]) is reference
+    with ops.checked():
+        assert ops.backend_of(device, [layout]) is ops
+    assert ops.backend_of(device, [layout]) is reference
+
+
+@on_ranks(1)
+def test_ranks_of_tests_check() -> None:
+    assert ops.backend_of(torch.device("cpu"), []) is ops
+
+
+def test_backend_of_formats_that_it_lacks_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_is_checked", False)
+    numba = ModuleType("numba kernels")
+    numba.FORMATS = {"int4": None}  # type: ignore[attr-defined]
+    monkeypatch.setattr(ops, "_loaded", {"auto:cpu": numba})
+    monkeypatch.setattr(ops, "_forced", [])
+    ops._warn_of_format.cache_clear()
+    assert ops.backend_of(torch.device("cpu"), [layout_of(64)]) is numba
+    with pytest.warns(UserWarning, match="numba kernels has no format int8"):
+        assert ops.backend_of(torch.device("cpu"), [layout_of(64), layout_of(64, 8)]) is reference
+
+
+def test_unchecked_operators_are_ranges_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_is_checked", False)
+    values, layout = values_of(1, 1, 64), layout_of(64)
+    out, named = empty_messages(1, layout), {"layout": layout, "hadamard": False, "rounding": None}
+    with torch.profiler.profile() as profile:
+        ops.backend_of(values.device, [layout]).hadamard_quantize(values, out=out, **named)
+    assert torch.equal(out, quantized(values, layout))
+    names = [event.name for event in profile.events() if event.name.startswith("sdp4bit::")]
+    assert names == ["sdp4bit::hadamard_quantize"]
 
 
 def test_device_without_fast_kernels_warns_once_and_uses_the_reference(

@@ -21,7 +21,7 @@ from sdp4bit.collectives.group import Group, Reduction, Remarks
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, take_ranges
 from sdp4bit.collectives.topology import Nodes, Topology, TopologySpec, create_topologies, destroy_topology
-from sdp4bit.collectives.work import SideStream
+from sdp4bit.collectives.transport import SideStream
 from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
@@ -142,7 +142,7 @@ class DDPCommState(CommHandle):
         if settings.alerts is not None:
             self._alerts = Alerts([], config=settings.alerts, telemetry=self._state.telemetry)
             self._undo.callback(self._state.on_step(self._alerts.at_step_boundary))
-        self._group, self._spec = process_group, topology
+        self._torch_group, self._spec = process_group, topology
         self._topology: Topology | None = None  # None before `_prepare`
         self._scratch = Scratch()
         self._buckets: list[BucketGroup] = []
@@ -156,7 +156,7 @@ class DDPCommState(CommHandle):
 
     def _prepare(self, failure: Exception | None = None) -> Topology:
         """Agree with all ranks of the job, and create the process groups."""
-        group = self._group
+        group = self._torch_group
         ranks: tuple[int, ...] = (dist.get_rank(),)
         if cast(object, group) is not dist.GroupMember.NON_GROUP_MEMBER:
             ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -226,7 +226,7 @@ class DDPCommState(CommHandle):
         """Raise ValueError if the model averages over other ranks than this state."""
         # DDP passes a hook neither the model nor its process group, so this looks for it, once.
         models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-        own = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        own = dist.get_process_group_ranks(self._torch_group or dist.group.WORLD)
         for model in models:
             if not any(state is self for _, state in vars(model).get("_comm_hooks", ())):
                 continue
@@ -246,7 +246,7 @@ class DDPCommState(CommHandle):
             new = Bucket(
                 name=f"bucket {index}",
                 ranks=layout.ranks,
-                process_group=self._group or dist.group.WORLD,
+                process_group=self._torch_group or dist.group.WORLD,
                 shard_numel=0,
                 device=values.device,
                 parameters=(),
@@ -298,7 +298,7 @@ class DDPCommState(CommHandle):
 
     def _average_densely(self, values: Tensor, group: BucketGroup | None = None) -> Future[Tensor]:
         """Average as plain DDP; the group counts the bytes."""
-        size = dist.get_world_size(self._group)
+        size = dist.get_world_size(self._torch_group)
         if values.layout == torch.strided:
             values.mul_(1.0 / size)
             # The bytes of a ring all-reduce.
@@ -310,8 +310,8 @@ class DDPCommState(CommHandle):
             sent = values.indices().nbytes + values.values().nbytes
         if group is not None and size > 1:
             group.count_dense(group.all_reduce_traffic, sent)
-        with comm_error_context("full-precision gradient all-reduce of DDP", group=self._group):
-            work: Any = dist.all_reduce(values, group=self._group, async_op=True)
+        with comm_error_context("full-precision gradient all-reduce of DDP", group=self._torch_group):
+            work: Any = dist.all_reduce(values, group=self._torch_group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
     @torch.no_grad()

@@ -19,10 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.host import all_reduce_on_host
-from sdp4bit.collectives.work import SideStream
+from sdp4bit.collectives.transport import SideStream
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.edits import is_large_change
-from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT, Event, Flags
+from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Flags
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import ParamView, reduce_over_copies, tensor_version
@@ -345,7 +345,7 @@ class FSDPModelState(ModelState):
         groups = self.groups if groups is None else groups
         self.reshard(groups)
         for group in groups:
-            group.fresh.apply(Event.RESYNC)
+            group.fresh.raise_to(Due.FULL, REQUESTED)
 
     def reshard(self, groups: Iterable[FSDPGroup]) -> None:
         """Free unsharded parameters that are not in use, so that the next forward gathers them again."""
@@ -415,7 +415,7 @@ class FSDPModelState(ModelState):
                 self.step_pending = self._is_reduced = True
 
     def _decide(self, flags: Mapping[FSDPGroup, Flags]) -> None:
-        """Let the events of all ranks change the states of groups with a replica."""
+        """Let the events of all ranks raise the levels of groups with a replica."""
         # Rows of a checkpoint are used for all groups or for none.
         has_misfit = any(flag.misfit for flag in flags.values())
         measured: list[FSDPGroup] = []
@@ -442,7 +442,7 @@ class FSDPModelState(ModelState):
     def _log_stateless_load(self, groups: Sequence[FSDPGroup]) -> None:
         """Log once, on rank 0, if training starts with loaded weights but without the state of a handle."""
         loaded = (
-            c.fresh.seen.was_loaded and c.replica is not None and c.fresh.state not in FROM_CHECKPOINT
+            c.fresh.seen.was_loaded and c.replica is not None and not c.fresh.is_from_checkpoint
             for c in groups
         )
         if not self.steps and not self._has_logged and dist.get_rank() == 0 and any(loaded):
@@ -482,10 +482,10 @@ class FSDPModelState(ModelState):
         # for it.
         flags = torch.tensor(rows, dtype=torch.int32)
         self._reduce(flags, groups[0], op=dist.ReduceOp.MAX, what="agreement on changed weights")
-        rows = [[*map(bool, row)] for row in self.over_copies(flags, groups).tolist()]
+        rows = self.over_copies(flags, groups).tolist()
         changed, reduced, *_ = (any(column) for column in zip(*rows, strict=True))
-        agreed = {group: Flags(*row[2:]) for group, row in zip(groups, rows, strict=True) if group in seen}
-        return (changed, reduced), agreed
+        agreed = {group: row[2:] for group, row in zip(groups, rows, strict=True) if group in seen}
+        return (changed, reduced), {g: Flags(Due(due), *map(bool, row)) for g, (due, *row) in agreed.items()}
 
     def _reduce(self, values: Tensor, over: FSDPGroup, *, op: dist.ReduceOp.RedOpType, what: str) -> None:
         group = self.decision_group or over.view.process_group

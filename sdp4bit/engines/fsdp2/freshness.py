@@ -1,123 +1,43 @@
 """The decision which refresh the replica of a parameter group needs.
 
 A replica represents one version of the main weights. Optimizer steps, edits, loads and NaN make it stale.
-`Freshness` holds all that decides, `next_refresh` is the table, and neither sends anything: `events.py` makes
-the ranks agree on their flags, and `hooks.py` sends the refresh.
+`Freshness` decides and sends nothing: `events.py` makes the ranks agree on their flags, and `hooks.py` sends
+the refresh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Literal, NamedTuple
+from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sdp4bit.collectives.sections import Range, take_ranges
-from sdp4bit.collectives.work import HostCopy
+from sdp4bit.collectives.transport import HostCopy
 from sdp4bit.engines.edits import LARGEST_SMALL_EDIT
 from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.quantization import ops
 
 
-class State(Enum):
-    """How the replica of a parameter group relates to its main weights."""
+class Due(IntEnum):
+    """The part of a row that the next refresh sends. Events raise it, and a refresh that was sent ends it."""
 
-    NEVER = auto()  # never refreshed
-    CURRENT = auto()  # equals the main weights up to the rounding of the last differences
-    STEPPED = auto()  # an optimizer has changed trainable weights
-    EDITED = auto()  # weights anywhere in the row have changed a little
-    LOADED = auto()  # rows of a checkpoint are due; it was saved with nothing pending
-    LOADED_STEPPED = auto()  # the same, saved between an optimizer step and the refresh after it
-    FULL_DUE = auto()  # weights were loaded or replaced, or full precision was requested
-    NOT_FINITE = auto()  # holds NaN or infinity and weights have changed: a difference would be NaN
+    NOTHING = 0
+    TRAINED = 1  # an optimizer has stepped: the difference of the trainable params
+    ROW = 2  # weights anywhere have changed by at most LARGEST_SMALL_EDIT: the difference of the row
+    FULL = 3  # a difference would be too coarse or NaN: the row in full precision
 
 
-class Event(Enum):
-    """A reason for another refresh, or a use of the weights; the same on all ranks of a group."""
-
-    STEP = auto()  # an optimizer has stepped
-    SMALL_EDIT = auto()  # weights were changed by other means, by at most LARGEST_SMALL_EDIT
-    LARGE_CHANGE = auto()  # they changed by more, or a step in evaluation mode did
-    NONFINITE = auto()  # the last refresh has left NaN or infinity in the replica
-    WEIGHTS_LOADED = auto()  # a state dict was loaded into the model
-    RESYNC = auto()  # full precision was requested or is due on a rank, or weights have another dtype
-    STATE_LOADED = auto()  # the communication state was loaded, with nothing pending
-    STEPPED_STATE_LOADED = auto()  # the same, with a step that had not been sent
-    MISFIT = auto()  # rows of a checkpoint belong to other weights or to another rank
-    GATHER = auto()  # the weights are needed, outside of backward
-
-
-class Refresh(NamedTuple):
-    """A refresh and the state after it; full-precision rows are sent before a difference."""
-
-    # "full" sends main shards, "checkpoint" loaded rows, both in full precision.
-    kind: Literal["none", "full", "checkpoint", "difference", "checkpoint, difference"]
-    # The part of a row whose quantized difference is sent; "trained" excludes frozen parameters.
-    ranges: Literal["none", "trained", "row"]
-    state: State
-
-    @property
-    def is_full(self) -> bool:
-        return self.kind not in ("none", "difference")
-
-
-_REFRESHES = {
-    State.NEVER: Refresh("full", "none", State.CURRENT),
-    State.CURRENT: Refresh("none", "none", State.CURRENT),
-    State.STEPPED: Refresh("difference", "trained", State.CURRENT),
-    State.EDITED: Refresh("difference", "row", State.CURRENT),
-    State.LOADED: Refresh("checkpoint", "none", State.CURRENT),
-    State.LOADED_STEPPED: Refresh("checkpoint, difference", "trained", State.CURRENT),
-    State.FULL_DUE: Refresh("full", "none", State.CURRENT),
-    State.NOT_FINITE: Refresh("full", "none", State.CURRENT),
-}
-_HELD = (State.CURRENT, State.STEPPED, State.EDITED)  # differences from the held weights make sense
-FROM_CHECKPOINT = (State.LOADED, State.LOADED_STEPPED)
-_TRANSITIONS: dict[Event, dict[State, State]] = {
-    Event.STEP: {State.CURRENT: State.STEPPED, State.LOADED: State.LOADED_STEPPED},
-    Event.SMALL_EDIT: {State.CURRENT: State.EDITED, State.STEPPED: State.EDITED},
-    Event.LARGE_CHANGE: dict.fromkeys((*_HELD, State.LOADED_STEPPED), State.FULL_DUE),
-    # Unchanged weights that are not finite need no second refresh.
-    Event.NONFINITE: {State.STEPPED: State.NOT_FINITE, State.EDITED: State.NOT_FINITE},
-    # Rows of a checkpoint stay due: their weights may be loaded after them.
-    Event.WEIGHTS_LOADED: dict.fromkeys((*_HELD, State.NOT_FINITE), State.FULL_DUE),
-    Event.RESYNC: dict.fromkeys([state for state in State if state is not State.NEVER], State.FULL_DUE),
-    Event.STATE_LOADED: dict.fromkeys(State, State.LOADED),
-    Event.STEPPED_STATE_LOADED: dict.fromkeys(State, State.LOADED_STEPPED),
-    Event.MISFIT: dict.fromkeys(FROM_CHECKPOINT, State.FULL_DUE),
-}
-_REASONS = {
-    Event.LARGE_CHANGE: f"weights changed by more than 1/{round(1 / LARGEST_SMALL_EDIT)} of their norm",
-    Event.NONFINITE: "the refresh before held NaN or infinity",
-    Event.WEIGHTS_LOADED: "weights were loaded",
-    Event.RESYNC: "requested (resync, full_precision, audit), interrupted, or due on another rank",
-    Event.STATE_LOADED: "rows of a checkpoint",
-    Event.STEPPED_STATE_LOADED: "rows of a checkpoint",
-    Event.MISFIT: "the loaded state belongs to other weights, ranks or nodes",
-}
+LARGE = f"weights changed by more than 1/{round(1 / LARGEST_SMALL_EDIT)} of their norm"
+NONFINITE = "the refresh before held NaN or infinity"
+LOADED = "weights were loaded"
+REQUESTED = "requested (resync, full_precision, audit), interrupted, or due on another rank"
+CHECKPOINT = "rows of a checkpoint"
+MISFIT = "the loaded state belongs to other weights, ranks or nodes"
 """Why a refresh in full precision is due, in logs and statistics."""
-
-
-def next_refresh(state: State, event: Event) -> Refresh:
-    """Return the refresh that an event causes."""
-    if event is Event.GATHER:
-        return _REFRESHES[state]
-    return Refresh("none", "none", _TRANSITIONS[event].get(state, state))
-
-
-def decision_table() -> str:
-    """Return `next_refresh` in Markdown: the next state, "-" if it stays, and the refresh of GATHER."""
-    lines = [f"| | {' | '.join(f'`{event.name}`' for event in Event)} |", "|---" * (len(Event) + 1) + "|"]
-    for state in State:
-        after = [next_refresh(state, event).state for event in Event if event is not Event.GATHER]
-        kind, ranges, _ = next_refresh(state, Event.GATHER)
-        gather = kind if ranges == "none" else f"{kind} ({ranges})"
-        cells = [f"`{state.name}`", *("-" if each is state else each.name for each in after), gather]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 @dataclass
@@ -131,10 +51,10 @@ class Seen:
 
 
 class Flags(NamedTuple):
-    """Events on which the ranks of a group agree: each is set if any of them has set it."""
+    """Events on which the ranks of a group agree: each is the maximum over the ranks."""
 
-    full_due: bool  # a refresh in full precision is due, or one was interrupted by an exception
-    stepped: bool
+    due: Due  # including a step that the ranks have not agreed on
+    torn: bool  # an exception has interrupted a refresh, so ranks may hold different rows
     edited: bool
     loaded: bool
     nonfinite: bool
@@ -142,25 +62,24 @@ class Flags(NamedTuple):
     misfit: bool
 
 
-class Due(NamedTuple):
+class Refresh(NamedTuple):
     """A refresh of this rank's row, which `Freshness.sent` takes when it has been sent."""
 
-    refresh: Refresh
-    loaded: Tensor | None = None  # [n], the row of a checkpoint
-    ranges: list[Range] | None = None  # whose difference is sent; None for the entire row
-    trained: frozenset[int] = frozenset()  # params that are trainable now
-
-
-NOTHING_DUE = Due(_REFRESHES[State.CURRENT])
+    is_full: bool  # a row in full precision goes first: `loaded`, or else the main shard
+    is_difference: bool  # then the quantized difference of the main shard
+    loaded: Tensor | None  # [n], the row of a checkpoint
+    ranges: list[Range] | None  # whose difference is sent; None for the entire row
+    trained: frozenset[int]  # params that are trainable now
 
 
 class Freshness:
-    """All that decides the refreshes of one group: its state, this rank's events, and the last refresh."""
+    """All that decides the refreshes of one group: the level, this rank's events, and the last refresh."""
 
     def __init__(self, group: FSDPView, *, nodes: int) -> None:
         self._group = group
         self._nodes = nodes
-        self.state = State.NEVER
+        self.due = Due.FULL
+        self.is_from_checkpoint = False  # loaded rows go first; they are dropped if full precision is due
         self.full_reason = "first use"  # of the refresh in full precision that is due, or of the last one
         self.seen = Seen()
         self._set_trained(frozenset())
@@ -205,7 +124,8 @@ class Freshness:
         self.seen = Seen(trained=due)
         self._set_trained(due)
         self.loaded_row, self.loaded_fingerprints = row, fingerprints
-        self.apply(Event.STEPPED_STATE_LOADED if due else Event.STATE_LOADED)
+        self.due, self.is_from_checkpoint = Due.TRAINED if due else Due.NOTHING, True
+        self.full_reason = CHECKPOINT
 
     # -- agreement of the ranks -------------------------------------------------------------------------
 
@@ -223,10 +143,10 @@ class Freshness:
         if not may_wait and self._is_accumulating:
             return None
         before = self._checksums
-        if self.state not in (State.CURRENT, State.STEPPED) or before is None:
+        if self.is_from_checkpoint or self.due > Due.TRAINED or before is None:
             return None
         # After a step only the frozen part is compared, because the difference of the rest is sent anyway.
-        has_stepped = self.seen.has_stepped or self.state is State.STEPPED
+        has_stepped = self.seen.has_stepped or self.due is Due.TRAINED
         trained, frozen = self._parts
         if has_stepped and not frozen:
             return None
@@ -246,8 +166,8 @@ class Freshness:
         late = [(copy, copy.arrived()) for copy in self._comparisons]
         self._comparisons = [copy for copy, found in late if found is None]
         return Flags(
-            full_due=is_torn or self.state in (State.NEVER, State.FULL_DUE),
-            stepped=self.seen.has_stepped or self.state in (State.STEPPED, State.LOADED_STEPPED),
+            due=max(self.due, Due.TRAINED if self.seen.has_stepped else Due.NOTHING),
+            torn=is_torn,
             edited=edited or any(bool(found) for _, found in late if found is not None),
             loaded=self.seen.was_loaded,
             nonfinite=nonfinite is not None and bool(nonfinite),
@@ -258,7 +178,7 @@ class Freshness:
 
     def _has_misfit(self) -> bool:
         """Return whether the loaded row is missing or was saved by another rank or with other weights."""
-        if self.state not in FROM_CHECKPOINT:
+        if not self.is_from_checkpoint:
             return False
         if self.loaded_row is None or self.loaded_fingerprints is None:
             return True
@@ -271,57 +191,76 @@ class Freshness:
     def agree(self, flags: Flags) -> bool:
         """Apply the events that any rank has seen; return whether rows of a checkpoint were refused."""
         self.seen.has_stepped = self.seen.was_loaded = False
-        events = {
-            Event.RESYNC: flags.full_due,
-            Event.STEP: flags.stepped,
-            Event.WEIGHTS_LOADED: flags.loaded,
-            Event.NONFINITE: flags.nonfinite,
-        }
-        for event in (event for event, is_set in events.items() if is_set):
-            self.apply(event)
-        before = self.state
-        if flags.misfit:
-            self.apply(Event.MISFIT)
-        return self.state is not before
+        if flags.torn:
+            self.raise_to(Due.FULL, REQUESTED)
+        if flags.due > self.due:
+            self.raise_to(flags.due, REQUESTED)
+        # Rows of a checkpoint stay due: their weights may be loaded after them.
+        if flags.loaded and not self.is_from_checkpoint:
+            self.raise_to(Due.FULL, LOADED)
+        # Unchanged weights that are not finite need no second refresh.
+        if flags.nonfinite and self.due and not self.is_from_checkpoint:
+            self.raise_to(Due.FULL, NONFINITE)
+        is_refused = flags.misfit and self.is_from_checkpoint
+        if is_refused:
+            self.raise_to(Due.FULL, MISFIT)
+        return is_refused
 
     def needs_size(self, flags: Flags, *, sends_differences: bool) -> bool:
         """Return whether the size of the change decides between a difference and full precision."""
         # An evaluation may have replaced the weights by averages, for which a difference is too coarse, and
         # its bytes hardly matter. With mode="direct" the replica always differs.
-        has_changed = self.state in (State.STEPPED, State.EDITED, State.LOADED_STEPPED)
-        is_evaluated = has_changed and flags.evaluates and sends_differences
-        return is_evaluated or (flags.edited and self.state in _HELD)
+        if flags.evaluates and sends_differences and Due.NOTHING < self.due < Due.FULL:
+            return True
+        return flags.edited and self.due < Due.FULL and not self.is_from_checkpoint
 
     def agree_on_size(self, flags: Flags, *, is_large: bool, sends_differences: bool) -> None:
         """Apply the size of a change, on which the ranks have agreed."""
         if is_large or (flags.edited and not sends_differences):
-            self.apply(Event.LARGE_CHANGE)
-        elif flags.edited:
-            self.apply(Event.SMALL_EDIT)
+            self.raise_to(Due.FULL, LARGE)
+        elif flags.edited and not self.is_from_checkpoint:
+            self.raise_to(Due.ROW)
 
-    def apply(self, event: Event) -> None:
-        """Change the state by an event other than a gather; called on all ranks."""
-        before, self.state = self.state, next_refresh(self.state, event).state
-        if self.state is not before and _REFRESHES[self.state].is_full and event is not Event.STEP:
-            self.full_reason = _REASONS[event]
-        if self.state not in FROM_CHECKPOINT:
-            self.loaded_row = None
+    def raise_to(self, due: Due, reason: str = "") -> None:
+        """Make at least this level due; called on all ranks.
+
+        Args:
+            reason: of full precision. The first one counts, but NaN gives way to any other.
+        """
+        if due is Due.FULL and (self.due < due or self.holds_nonfinite):
+            self.full_reason = reason
+        self.due = max(self.due, due)
+        if self.due is Due.FULL:
+            self.is_from_checkpoint, self.loaded_row = False, None
 
     # -- the refresh ------------------------------------------------------------------------------------
 
     @property
     def holds_nonfinite(self) -> bool:
         """Whether NaN or infinity cause the refresh in full precision that is due, or caused the last one."""
-        return self.full_reason == _REASONS[Event.NONFINITE]
+        return self.full_reason == NONFINITE
 
-    def due(self) -> Due:
+    @property
+    def is_full(self) -> bool:
+        """Whether the next refresh begins with rows in full precision."""
+        return self.is_from_checkpoint or self.due is Due.FULL
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no refresh is due, apart from steps and loads that the ranks have not agreed on."""
+        return not (self.due or self.is_from_checkpoint)
+
+    def refresh(self) -> Refresh | None:
         """Return the refresh that the next gather needs; nothing changes until it has been `sent`."""
-        refresh = next_refresh(self.state, Event.GATHER)
-        if refresh.kind == "none":
-            return NOTHING_DUE
-        is_part = refresh.ranges == "trained" and self._sends_part()
-        ranges = self._parts[0] if is_part else None
-        return Due(refresh, self.loaded_row, ranges, self._group.requiring_grad())
+        if self.is_current:
+            return None
+        return Refresh(
+            is_full=self.is_full,
+            is_difference=Due.NOTHING < self.due < Due.FULL,
+            loaded=self.loaded_row,
+            ranges=self._parts[0] if self.due is Due.TRAINED and self._sends_part() else None,
+            trained=self._group.requiring_grad(),
+        )
 
     def _sends_part(self) -> bool:
         """Return whether a difference leaves out the frozen params."""
@@ -330,31 +269,32 @@ class Freshness:
 
     def due_params(self) -> frozenset[int]:
         """Return the params whose difference is due, including steps not yet agreed on."""
-        ranges = next_refresh(self.state, Event.GATHER).ranges
-        if ranges == "none" and not (self.seen.has_stepped and self.state is State.CURRENT):
+        due = Due.TRAINED if self.is_current and self.seen.has_stepped else self.due
+        if due in (Due.NOTHING, Due.FULL):
             return frozenset()
-        return self.trained if ranges != "row" and self._sends_part() else self._group.row.everything
+        return self.trained if due is Due.TRAINED and self._sends_part() else self._group.row.everything
 
-    def sent(self, due: Due, row: Tensor, *, nonfinite: Tensor) -> None:
+    def sent(self, refresh: Refresh, row: Tensor, *, nonfinite: Tensor) -> None:
         """Record a refresh; called once its transfers have been issued.
 
         Args:
             row: [n], the main shard in the gathered dtype.
             nonfinite: whether the values that were sent held NaN or infinity, a bool scalar on the device.
         """
-        # The state first: if the checksums below run out of memory, the other ranks have this state, too, and
+        # The level first: if the checksums below run out of memory, the other ranks have this level, too, and
         # the old checksums find an edit.
-        self.state, self.seen, self.loaded_row = due.refresh.state, Seen(), None
+        self.due, self.is_from_checkpoint = Due.NOTHING, False
+        self.seen, self.loaded_row = Seen(), None
         self._nonfinite = HostCopy(nonfinite)
-        before, is_full = self._checksums, due.refresh.is_full
+        before, is_full = self._checksums, refresh.is_full
         # An evaluation may have swapped averages in, and the next forward in training has them out again.
         counts = is_full and before is not None and self._group.module.training
         self.full_in_a_row = self.full_in_a_row + 1 if counts else 0
-        if due.ranges is None and due.trained != self.trained:
-            self._set_trained(due.trained)
+        if refresh.ranges is None and refresh.trained != self.trained:
+            self._set_trained(refresh.trained)
         trained, frozen = self._parts
         sums = row.new_zeros(2, dtype=torch.int64)
-        if frozen and before is not None and not is_full and due.ranges is not None:
+        if frozen and before is not None and not is_full and refresh.ranges is not None:
             # A difference of the rest has not sent an edit of the frozen part, which must still be detected.
             sums[1], frozen = before[1], []
         self._checksums, self._dtype = _add_checksums(row, (trained, frozen), sums), row.dtype

@@ -8,7 +8,7 @@ from torch import Tensor
 from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.engines.edits import change_squares
-from sdp4bit.engines.fsdp2.freshness import Event, Freshness, State, next_refresh
+from sdp4bit.engines.fsdp2.freshness import Freshness
 from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.observe.measures import sample_of
@@ -29,7 +29,7 @@ class FSDPGroup(Group):
 
     @property
     def refresh_is_full(self) -> bool:
-        return next_refresh(self.fresh.state, Event.GATHER).is_full
+        return self.fresh.is_full
 
     @property
     def sends_differences(self) -> bool:
@@ -53,7 +53,7 @@ class FSDPGroup(Group):
 
     def awaits_refresh(self) -> bool:
         seen = self.fresh.seen
-        return seen.has_stepped or seen.was_loaded or self.fresh.state is not State.CURRENT
+        return seen.has_stepped or seen.was_loaded or not self.fresh.is_current
 
     def remarks(self) -> Remarks:
         params = self.view.params

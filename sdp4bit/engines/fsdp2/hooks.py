@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.exchange import all_gather_dense, reduce_scatter_dense
 from sdp4bit.collectives.group import GradientQuantizer, Reduction, mean_factor, reduction_multiplier
 from sdp4bit.collectives.sections import Section
-from sdp4bit.collectives.work import CompletedWork, DeferredWork
+from sdp4bit.collectives.transport import CompletedWork, DeferredWork, all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
-from sdp4bit.engines.fsdp2.freshness import NOTHING_DUE, Due, Event
+from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Refresh
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import Comm
 from sdp4bit.observe.measures import sample_gradient, sample_received, sample_sent
@@ -94,19 +93,19 @@ class AllGatherHook(_Hook):
 
         # 1. Decide on the host. Backward uses the weights of its forward, even if an optimizer steps in
         # between.
-        due, is_backward = NOTHING_DUE, in_backward()
+        refresh, is_backward = None, in_backward()
         if not (is_backward and replica.rows is not None):
             if not is_backward:
                 self._state.before_unshard(group)
             if replica.rows is not None and replica.rows.dtype != row.dtype:
-                group.fresh.apply(Event.RESYNC)
-            due = group.fresh.due()
+                group.fresh.raise_to(Due.FULL, REQUESTED)
+            refresh = group.fresh.refresh()
         # After the decision, which may end the last step and its counts.
         group.weight_traffic.count_plain(row.nbytes)
 
         # 2. Read the main shard on the current stream, because the optimizer might write it before a side
         # stream reads it.
-        main = None if due.refresh.ranges == "none" else row
+        main = row if refresh is not None and refresh.is_difference else None
         if main is not None and replica.config.bits is not None and group.view.rounds_weights:
             # Differences need fp32 weights (docs/numerics.md, "Differences of fp32 weights"), as a plain
             # tensor that training may read after inference mode.
@@ -123,16 +122,16 @@ class AllGatherHook(_Hook):
         # wait for the copy-out ("Note: Overlapping all-gather copy-in and all-gather" in
         # _fsdp_param_group.py).
         is_beside = async_op and row.device.type == "cuda"
-        kept = (row.untyped_storage(), due.loaded, main if is_beside else None)
+        kept = (row.untyped_storage(), refresh and refresh.loaded, main if is_beside else None)
         output.read_by_refresh = kept  # type: ignore[attr-defined]
 
         # 4. Refresh the replica, and fill the output from it.
         if is_beside:
             # Pipeline schedules unshard like this, on the compute stream, which a refresh would delay. The
             # user of the weights waits for the returned work.
-            serve = partial(self._refresh_and_fill, output, row, main, due)
+            serve = partial(self._refresh_and_fill, output, row, main, refresh)
             return replica.run_beside(self._state.unshard_stream, serve)
-        self._refresh(row, main, due)
+        self._refresh(row, main, refresh)
         if replica.is_pending and row.device.type == "cpu":
             # On the CPU, transfers continue until FSDP2 needs the weights. On a GPU the streams overlap them.
             return DeferredWork(partial(self._fill, output))
@@ -140,12 +139,14 @@ class AllGatherHook(_Hook):
         # FSDP2 records an event after a synchronous call itself.
         return CompletedWork(output.device) if async_op else None
 
-    def _refresh_and_fill(self, output: Tensor, row: Tensor, main: Tensor | None, due: Due) -> None:
-        self._refresh(row, main, due)
+    def _refresh_and_fill(
+        self, output: Tensor, row: Tensor, main: Tensor | None, refresh: Refresh | None
+    ) -> None:
+        self._refresh(row, main, refresh)
         self._fill(output)
 
     @torch.inference_mode(False)  # an evaluation may create the replica that training updates in place
-    def _refresh(self, row: Tensor, main: Tensor | None, due: Due) -> None:
+    def _refresh(self, row: Tensor, main: Tensor | None, refresh: Refresh | None) -> None:
         """Start the transfers of a refresh.
 
         Args:
@@ -153,17 +154,17 @@ class AllGatherHook(_Hook):
             main: [n], the main shard whose difference is sent.
         """
         group, replica = self._group, self._group.replica
-        if due.refresh.kind == "none":
+        if refresh is None:
             return
         assert replica is not None
-        if due.refresh.is_full:
-            replica.start_full_refresh(row if due.loaded is None else due.loaded)
+        if refresh.is_full:
+            replica.start_full_refresh(row if refresh.loaded is None else refresh.loaded)
         if main is not None:
-            replica.start_quantized_refresh(main, ranges=due.ranges, as_gathered=row)
+            replica.start_quantized_refresh(main, ranges=refresh.ranges, as_gathered=row)
             group.refreshes += 1
         # Only now, so that an exception above leaves the refresh due.
-        group.fresh.sent(due, row, nonfinite=replica.nonfinite)
-        if due.refresh.is_full:
+        group.fresh.sent(refresh, row, nonfinite=replica.nonfinite)
+        if refresh.is_full:
             self._state.report_full_refresh(group)
 
     def _fill(self, output: Tensor) -> None:
@@ -308,7 +309,7 @@ class ReplicateGroup(_Hook):
 
 def _quantized_sections(
     group: FSDPGroup, state: FSDPModelState, numel: int, quantizer: GradientQuantizer | None
-) -> Sequence[Section]:
+) -> tuple[Section, ...]:
     """Return the sections of a row to quantize; none for full precision."""
     config = group.gradient_config
     if quantizer is None or config is None or state.steps < config.start_step or numel < config.min_numel:

@@ -33,7 +33,7 @@ class Row:
         values = [index for index, param in enumerate(params) if not param.holds_bits]
         self.value_ranges = None if len(values) == len(params) else self.ranges(values)
         """The ranges of the row that hold values and not bits; None for the entire row."""
-        self._cut: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], tuple[Section, ...]] = {}
+        self._gradients: dict[tuple[object, ...], tuple[Section, ...] | None] = {}
 
     def ranges(self, chosen: Collection[int]) -> list[Range]:
         """Return the ranges of params, chosen by index."""
@@ -60,6 +60,15 @@ class Row:
         """
         if not separate and not self.has_kinds:
             return whole_row(numel)
+        key = (numel, tuple(order), frozenset(trainable), unit, separate)
+        if key not in self._gradients:
+            sections = self._gradient_sections(numel, order, trainable, unit=unit, separate=separate)
+            self._gradients[key] = sections
+        return self._gradients[key]
+
+    def _gradient_sections(
+        self, numel: int, order: Sequence[int], trainable: Collection[int], *, unit: int, separate: bool
+    ) -> tuple[Section, ...] | None:
         # FSDP2 omits parameters without a gradient from a row. Its length shows whether the row holds all
         # parameters or all trainable ones.
         lengths, present = [param.numel for param in self._params], order
@@ -73,16 +82,10 @@ class Row:
     def _cut_row(
         self, lengths: Sequence[int], *, present: Sequence[int], unit: int, separate: bool
     ) -> tuple[Section, ...]:
-        key = (tuple(lengths[i] for i in present), tuple(present), unit, separate)
-        if key not in self._cut:
-            parameters = [
-                CutParam(
-                    numel=lengths[i],
-                    is_fine=separate and self._params[i].dim <= 1,
-                    number=i,
-                    kind=self._kinds[i],
-                )
-                for i in present
-            ]
-            self._cut[key] = cut_row(parameters, unit=unit, count=len(self._params))
-        return self._cut[key]
+        parameters = [
+            CutParam(
+                numel=lengths[i], is_fine=separate and self._params[i].dim <= 1, number=i, kind=self._kinds[i]
+            )
+            for i in present
+        ]
+        return cut_row(parameters, unit=unit, count=len(self._params))

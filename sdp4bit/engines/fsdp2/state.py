@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sdp4bit.engines.fsdp2.events import FSDPModelState
-from sdp4bit.engines.fsdp2.freshness import FROM_CHECKPOINT
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.handle import StateDict, check_state
 
@@ -38,7 +37,7 @@ def save_state(state: FSDPModelState) -> StateDict:
         row, marks, due = fresh.loaded_row, fresh.loaded_fingerprints, fresh.due_params()
         if row is None or marks is None:
             marks = fresh.fingerprints()
-            if fresh.state in FROM_CHECKPOINT:
+            if fresh.is_from_checkpoint:
                 # This rank's row was not usable. A wrong fingerprint prevents all ranks from using theirs.
                 marks = marks + 1
             if group.replica is None or group.replica.rows is None or group.refresh_is_full:

@@ -154,7 +154,7 @@ class FSDPView:
         self.module_name = module_name or "(root)"
         self.module = module
         self.root = root
-        self._group = group
+        self._fsdp_group = group
         self._siblings = siblings
         self._module_names = module_names
         info = group.mesh_info
@@ -184,30 +184,30 @@ class FSDPView:
 
     @property
     def device(self) -> torch.device:
-        return self._group.device
+        return self._fsdp_group.device
 
     @property
     def is_unsharded(self) -> bool:
-        return self._group.is_unsharded
+        return self._fsdp_group.is_unsharded
 
     @property
     def is_idle(self) -> bool:
         """Whether neither forward nor backward of the group's modules is running."""
-        return self._group._training_state.name == "IDLE"
+        return self._fsdp_group._training_state.name == "IDLE"
 
     @property
     def has_partial_gradients(self) -> bool:
         """Whether FSDP2 holds gradients of HSDP that it has reduced over the shards only."""
-        return self._group._partial_reduce_output is not None
+        return self._fsdp_group._partial_reduce_output is not None
 
     @property
     def is_attached(self) -> bool:
         """Whether a handle communicates for the group, also while it is switched off."""
-        return getattr(self._group, _ATTACHED, False)
+        return getattr(self._fsdp_group, _ATTACHED, False)
 
     @is_attached.setter
     def is_attached(self, attached: bool) -> None:
-        setattr(self._group, _ATTACHED, attached)
+        setattr(self._fsdp_group, _ATTACHED, attached)
 
     def find_unattached(self, roots: Iterable[nn.Module]) -> list[str]:
         """Return the parameters without a handle below FSDP2's root and these; called during forward."""
@@ -221,7 +221,7 @@ class FSDPView:
     @property
     def reduces_gradients(self) -> bool:
         """Whether the next backward reduces gradients instead of only accumulating them."""
-        return self._group.reduce_grads
+        return self._fsdp_group.reduce_grads
 
     @property
     def context(self) -> RootContext:
@@ -235,20 +235,20 @@ class FSDPView:
 
     def leads(self, leader: object) -> bool:
         """Return whether this is the first group of the module with that state."""
-        return self._siblings[0] is self._group and self.module._get_fsdp_state() is leader
+        return self._siblings[0] is self._fsdp_group and self.module._get_fsdp_state() is leader
 
     @property
     def ranks_after_forward(self) -> int | None:
         """`reshard_after_forward` if it is an int: backward gathers over that many ranks."""
-        if not self._group._use_post_forward_mesh:
+        if not self._fsdp_group._use_post_forward_mesh:
             return None
-        return self._group.post_forward_mesh_info.shard_mesh_size
+        return self._fsdp_group.post_forward_mesh_info.shard_mesh_size
 
     @cached_property
     def params(self) -> list[ParamView]:
         """The parameters in the order of the row."""
         result, start = [], 0
-        for param, (dtypes, _) in zip(self._group.fsdp_params, self._gathers, strict=True):
+        for param, (dtypes, _) in zip(self._fsdp_group.fsdp_params, self._gathers, strict=True):
             module, own_name = param._module_info.module, param._module_info.param_name
             dtype = next(iter(dtypes)) if len(dtypes) == 1 else param.sharded_param.dtype
             row_dtype, numel = self.row_dtype or dtype, param.padded_sharded_param_size.numel()
@@ -271,7 +271,9 @@ class FSDPView:
 
     def requiring_grad(self) -> frozenset[int]:
         """Return the indices of the parameters that require a gradient now."""
-        return frozenset(i for i, param in enumerate(self.params) if param.sharded.requires_grad)
+        # Asked for several times in a step, so without a call per parameter.
+        params = [param.fsdp_param.sharded_param for param in self.params]
+        return frozenset([i for i, param in enumerate(params) if param.requires_grad])
 
     def has_gradient(self, chosen: Collection[int]) -> bool:
         """Return whether a param that no rank holds empty has a gradient, of those chosen by index."""
@@ -290,7 +292,7 @@ class FSDPView:
 
         None if that is no floating-point dtype, or if some shard does not align with all dtypes.
         """
-        params, dtypes = self._group.fsdp_params, self.param_dtypes
+        params, dtypes = self._fsdp_group.fsdp_params, self.param_dtypes
         if len(dtypes) == 1:
             return next(iter(dtypes))
         widest = max(dtype.itemsize for dtype in dtypes)
@@ -346,7 +348,7 @@ class FSDPView:
 
         FSDP2 then sorts them by the dtype of their gradients, from the first forward on.
         """
-        order: Sequence[int] = getattr(self._group, "_reduce_scatter_param_indices", ())
+        order: Sequence[int] = getattr(self._fsdp_group, "_reduce_scatter_param_indices", ())
         return order or range(len(self.params))
 
     @property
@@ -358,7 +360,7 @@ class FSDPView:
     def _gathers(self) -> list[tuple[frozenset[torch.dtype], str]]:
         """The gathered dtypes of each parameter, and the reason if a tensor subclass is left to FSDP2."""
         gathers = []
-        for param in self._group.fsdp_params:
+        for param in self._fsdp_group.fsdp_params:
             dtype, policy = param.sharded_param.dtype, param.mp_policy.param_dtype
             usual = policy if policy is not None and dtype.is_floating_point else dtype
             dtypes, reason = subclass_gather(param, name=self._name_of(param))
@@ -378,7 +380,7 @@ class FSDPView:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 reduces the group's gradients."""
-        params = self._group.fsdp_params
+        params = self._fsdp_group.fsdp_params
         trained = [param for param in params if param.sharded_param.requires_grad] or params[:1]
         return reduce(torch.promote_types, map(reduced_in, trained))
 
@@ -387,7 +389,7 @@ class FSDPView:
         """Whether a tensor subclass customizes its all-gather."""
         return any(
             extends_gather(cast(DTensor, param.sharded_param)._local_tensor)
-            for param in self._group.fsdp_params
+            for param in self._fsdp_group.fsdp_params
         )
 
     @property
@@ -399,15 +401,15 @@ class FSDPView:
     def comms(self) -> CommObjects:
         """The objects that the group currently communicates through."""
         return CommObjects(
-            all_gather=self._group._all_gather_comm,
-            reduce_scatter=self._group._reduce_scatter_comm,
-            force_sum=self._group.force_sum_reduction_for_comms,
+            all_gather=self._fsdp_group._all_gather_comm,
+            reduce_scatter=self._fsdp_group._reduce_scatter_comm,
+            force_sum=self._fsdp_group.force_sum_reduction_for_comms,
             replicate=self._hybrid_info.replicate_process_group if self.is_hybrid else None,
         )
 
     @property
     def _hybrid_info(self) -> HybridMeshInfo:
-        return cast(HybridMeshInfo, self._group.mesh_info)
+        return cast(HybridMeshInfo, self._fsdp_group.mesh_info)
 
     @property
     def custom_comms(self) -> list[str]:
@@ -432,7 +434,9 @@ class FSDPView:
         # the host with CPU offload.
         pieces, device = [], self.device
         for param in self.params:
-            data = plain_values(param.fsdp_param._sharded_param_data)
+            data = param.fsdp_param._sharded_param_data
+            if self.has_subclasses:
+                data = plain_values(data)
             if param.holds_bits and self.row_dtype is not None:
                 data = data.to(device=device, dtype=param.dtype).view(self.row_dtype)
             pieces.append(data.to(device=device, dtype=dtype))
@@ -466,13 +470,13 @@ class FSDPView:
         previous = self.comms
         # FSDP2's setters write the same attributes but refuse modules with several parameter groups, which a
         # mesh per parameter creates (docs/upstream.md).
-        self._group._all_gather_comm = comms.all_gather
-        self._group._reduce_scatter_comm = comms.reduce_scatter
-        self._group.force_sum_reduction_for_comms = comms.force_sum
+        self._fsdp_group._all_gather_comm = comms.all_gather
+        self._fsdp_group._reduce_scatter_comm = comms.reduce_scatter
+        self._fsdp_group.force_sum_reduction_for_comms = comms.force_sum
         if comms.replicate is not None:
             # FSDP2's set_all_reduce_hook does not replace the all-reduce of HSDP. Groups may share a mesh
             # record, so this group gets its own.
-            self._group.mesh_info = copy(self._group.mesh_info)
+            self._fsdp_group.mesh_info = copy(self._fsdp_group.mesh_info)
             self._hybrid_info.replicate_process_group = comms.replicate
         return previous
 

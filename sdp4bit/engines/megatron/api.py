@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives.topology import Nodes, TopologySpec
-from sdp4bit.collectives.work import has_one_queue
+from sdp4bit.collectives.transport import has_one_queue
 from sdp4bit.config import SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.megatron.buckets import (

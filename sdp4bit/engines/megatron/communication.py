@@ -48,7 +48,7 @@ class BucketReplica(WeightReplica):
         """
         config = replace(config, replica="full")
         super().__init__(topology, config=config, traffic=traffic, scratch=scratch, name=name)
-        self._group = bucket
+        self._bucket = bucket
         self._exact = WeightReplica(
             topology,
             config=WeightConfig(bits=None, replica=config.replica),
@@ -72,7 +72,7 @@ class BucketReplica(WeightReplica):
 
     def sample(self, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
         """Return ranges of the main shard, fp32, and of the replica; equal in exact ranges."""
-        main, replica = self._group.sample_main(ranges), sample_of(self.own_shard, ranges)
+        main, replica = self._bucket.sample_main(ranges), sample_of(self.own_shard, ranges)
         exact = self._exact_ranges[self._topology.row] if self.exact_numel else []
         at = 0
         for start, end in ranges:
@@ -85,15 +85,15 @@ class BucketReplica(WeightReplica):
 
     @property
     def own_shard(self) -> Tensor:
-        n, row = self._group.shard_numel, self._topology.row
-        return self._group.weights[row * n : (row + 1) * n]
+        n, row = self._bucket.shard_numel, self._topology.row
+        return self._bucket.weights[row * n : (row + 1) * n]
 
     def main_shard(self) -> Tensor:
         """Return this rank's fp32 main weights [n] in a buffer that the next call overwrites."""
-        nbytes = 4 * self._group.shard_numel
-        row = self._scratch.messages("main row", 1, nbytes, device=self._group.weights.device)[0]
+        nbytes = 4 * self._bucket.shard_numel
+        row = self._scratch.messages("main row", 1, nbytes, device=self._bucket.weights.device)[0]
         values = row.view(torch.float32)
-        self._group.read_main(values)
+        self._bucket.read_main(values)
         return values
 
     def equalize(self) -> None:
@@ -136,14 +136,14 @@ class BucketReplica(WeightReplica):
         received = self._exact.rows
         assert received is not None
         for rank, values in enumerate(received.view(-1, self._exact_numel)):
-            first = rank * self._group.shard_numel
+            first = rank * self._bucket.shard_numel
             for (start, end), at in _packed(self._exact_ranges[rank]):
-                self._group.weights[first + start : first + end].copy_(values[at : at + end - start])
+                self._bucket.weights[first + start : first + end].copy_(values[at : at + end - start])
 
     def attach_rows(self) -> None:
         """Look at the parameter buffer again, for every use, because Megatron may move it."""
-        shape = (self._topology.nodes, self._topology.ranks_per_node, self._group.shard_numel)
-        self.rows = self._group.weights.view(shape)
+        shape = (self._topology.nodes, self._topology.ranks_per_node, self._bucket.shard_numel)
+        self.rows = self._bucket.weights.view(shape)
 
 
 def _packed(ranges: Sequence[Range]) -> list[tuple[Range, int]]:
@@ -200,7 +200,7 @@ class BucketState(Group):
         """Reduce gradients like `reduce`; yield whenever a transfer is in flight."""
         assert self.reduction is not None
         arguments = self._next_reduction(input, op, sample_numel)
-        for each in self.reduction.chunks(self.reduction.cut(output, input), whole=True, **arguments):
+        for each in self.reduction.chunks(output, input, in_one_chunk=True, **arguments):
             yield from each
 
     def _next_reduction(self, input: Tensor, op: object, sample_numel: int | None) -> dict[str, Any]:

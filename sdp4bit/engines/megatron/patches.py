@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.work import SideStream
+from sdp4bit.collectives.transport import SideStream
 from sdp4bit.engines.handle import StateDict
 from sdp4bit.engines.interrupted import agree_on_interrupted, call_all
 from sdp4bit.engines.megatron.communication import BucketState, MegatronModelState

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from sdp4bit.collectives.pipeline import Steps, advance
-from sdp4bit.collectives.work import CompletedWork, SideStream
+from sdp4bit.collectives.transport import CompletedWork, Running, SideStream, advance
 
 
 class JointWork:
@@ -32,12 +31,12 @@ class StagedCollectives:
     def __init__(self, device: torch.device, stream: SideStream) -> None:
         self._device = device
         self._stream = stream
-        self._under_way: list[Steps] = []
+        self._under_way: list[Running] = []
 
-    def start(self, steps: Steps) -> StagedWork:
+    def start(self, collective: Running) -> StagedWork:
         """Advance each collective in flight by a step, oldest first, and start this one."""
         work = StagedWork(self)
-        self._under_way.append(self._run(steps, work))
+        self._under_way.append(self._run(collective, work))
         self._advance()
         return work
 
@@ -46,8 +45,8 @@ class StagedCollectives:
         while self._under_way:
             self._advance()
 
-    def _run(self, steps: Steps, work: StagedWork) -> Steps:
-        yield from steps
+    def _run(self, collective: Running, work: StagedWork) -> Running:
+        yield from collective
         work.completed = CompletedWork(self._device)
 
     def _advance(self) -> None:

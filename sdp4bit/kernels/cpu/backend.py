@@ -17,14 +17,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import c_float
 from functools import lru_cache
+from itertools import chain
+from typing import Any
 
 import numba
 import torch
 from torch import Tensor
 
 from sdp4bit.kernels.cpu import formats, kernels, tiles
+from sdp4bit.kernels.cpu.parameters import (
+    NO_INDEX,
+    DequantizeRows,
+    Flags,
+    Layout,
+    QuantizeRows,
+    ReduceQuantize,
+    Work,
+)
 from sdp4bit.quantization.checksum import GOLDEN, STRIPE_WORDS, signed64, stripe_factors, words_of
-from sdp4bit.quantization.layout import SCALE_BYTES, MessageLayout, round_up
+from sdp4bit.quantization.layout import MessageLayout, round_up
 from sdp4bit.quantization.random import KeySeries, RoundingKey
 
 FORMATS = formats.FORMATS
@@ -33,7 +44,9 @@ _TILE = 1024
 _VALUES_PER_THREAD = 1 << 15
 _PARAMETER_BYTES = 512
 _NEGATIVE_ZERO_BITS = 0x80000000
-_NO_INDEX = 1 << 62
+_NO_KEY = RoundingKey(0, 0)
+_MODES = {None: tiles.NEAREST, False: tiles.STOCHASTIC, True: tiles.DITHER}
+"""Rounding modes by `rounding and rounding.dither`."""
 _READ_IN_PLACE = (torch.float32, torch.bfloat16)
 
 
@@ -42,15 +55,9 @@ class _Workspace(threading.local):
 
     size = 0
 
-    def fill(self, parameters: tuple[int, ...], threads: int, memory: int) -> int:
-        """Return the address of the parameters, followed by address and size of each thread's memory."""
-        size = _PARAMETER_BYTES + threads * memory
-        if self.size < size:
-            buffer = torch.empty(size, dtype=torch.uint8)
-            self.view, self.address, self.size = buffer.numpy(), buffer.data_ptr(), size
-        scratch = self.address + _PARAMETER_BYTES
-        struct.pack_into(f"{len(parameters) + 2}q", self.view, 0, *parameters, scratch, memory)
-        return self.address
+    def grow(self, size: int) -> None:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        self.view, self.address, self.size = buffer.numpy(), buffer.data_ptr(), size
 
 
 class _ParallelRegion:
@@ -94,27 +101,27 @@ class _Compiled:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._addresses: dict[tuple[Callable[..., None], kernels.Flags], int] = {}
-        self._runners: dict[Callable[..., None], Callable[[int, int, int], None]] = {}
+        self._addresses: dict[tuple[object, ...], int] = {}
         self._sum_words: Callable[..., int] | None = None
+        self.runners: dict[Callable[..., None], Callable[[int, int, int], None]] = {}
         self.seconds = 0.0
         """Time in which this process has compiled or loaded kernels, or has waited for them."""
 
-    def run(
-        self,
-        runner: Callable[..., None],
-        kernel: tuple[Callable[..., None], kernels.Flags],
-        threads: int,
-        block: int,
-    ) -> None:
-        """Run a kernel, compiled for its flags, with the parameters in a block of memory."""
-        if runner not in self._runners or kernel not in self._addresses:
+    def kernel(self, *key: Any) -> int:
+        """Return the address of a kernel, compiled for its flags and groups of parameters."""
+        if key not in self._addresses:
             with self._compiling():
-                if runner not in self._runners:
-                    self._runners[runner] = kernels.compile_runner(runner)
-                if kernel not in self._addresses:
-                    self._addresses[kernel] = kernels.compile_kernel(*kernel)
-        self._runners[runner](self._addresses[kernel], threads, block)
+                if key not in self._addresses:
+                    self._addresses[key] = kernels.compile_kernel(*key)
+        return self._addresses[key]
+
+    def runner(self, function: Callable[..., None]) -> Callable[[int, int, int], None]:
+        """Return `kernels.run_here` or `run_parallel`, compiled."""
+        if function not in self.runners:
+            with self._compiling():
+                if function not in self.runners:
+                    self.runners[function] = kernels.compile_runner(function)
+        return self.runners[function]
 
     def sum_words(self, *args: object) -> int:
         """Return `kernels.sum_words`, compiled, of the arguments."""
@@ -139,43 +146,61 @@ _compiled = _Compiled()
 os.register_at_fork(after_in_child=_parallel.forbid)
 
 
-@lru_cache(maxsize=1024)
-def _tile(padded: int, group_size: int, terms: int) -> tuple[int, int]:
-    """Return the values of a tile (complete groups or a row) and a thread's bytes for it."""
-    tile = min(max(1, _TILE // group_size) * group_size, padded)
-    return tile, round_up(4 * tile + 128 + tile + tile // 8 + 8 * terms, 64)
+class _Program:
+    """A kernel with its flags and the numbers of its layouts: everything that equal calls share.
 
-
-def _run(
-    kernel: Callable[..., None],
-    flags: kernels.Flags,
-    *parameters: int,
-    work: int,
-    layout: MessageLayout,
-    terms: int = 0,
-) -> None:
-    """Run a kernel on enough threads for `work` values, in tiles that fit the layout.
-
-    Args:
-        flags: numbers and formats that the kernel is compiled for.
-        terms: number of messages to sum.
+    It works in tiles of complete groups, or of a row; `terms` is the number of messages to sum.
     """
+
+    def __init__(
+        self,
+        kernel: Callable[..., None],
+        *,
+        received: MessageLayout | None = None,
+        sent: MessageLayout | None = None,
+        rounding: bool | None = None,
+        clip: float = 1.0,
+        terms: int = 0,
+        **flags: bool,
+    ) -> None:
+        layouts = [each for each in (received, sent) if each]
+        padded, group_size = layouts[-1].padded_numel, layouts[-1].group_size
+        self.tile = tile = min(max(1, _TILE // group_size) * group_size, padded)
+        self.memory = round_up(5 * tile + 128 + tile // 8 + 8 * terms, 64)  # bytes of a thread
+        self.groups = (*[Layout] * len(layouts), Work)
+        self.numbers = (*chain.from_iterable(_numbers_of(each, clip) for each in layouts),)
+        formats = {"received": received and received.format, "sent": sent and sent.format}
+        modes = {"rounding": _MODES[rounding], "is_clipped": clip < 1}
+        self.kernel, self.flags, self.address = kernel, Flags(**formats, **modes, **flags), 0
+
+    def launch(self, runner: Callable[..., None], threads: int, groups: tuple[tuple[int, ...], ...]) -> None:
+        """Run the kernel with these groups of parameters and its own."""
+        size = _PARAMETER_BYTES + threads * self.memory
+        if _workspace.size < size:
+            _workspace.grow(size)
+        address = _workspace.address
+        work = Work(tile=self.tile, memory=address + _PARAMETER_BYTES, memory_stride=self.memory)
+        numbers = *chain.from_iterable(groups), *self.numbers, *work
+        struct.pack_into(f"{len(numbers)}q", _workspace.view, 0, *numbers)
+        if not self.address:
+            self.address = _compiled.kernel(self.kernel, self.flags, (*map(type, groups), *self.groups))
+        (_compiled.runners.get(runner) or _compiled.runner(runner))(self.address, threads, address)
+
+
+def _run(program: _Program, work: int, *groups: tuple[int, ...]) -> None:
+    """Run a program on enough threads for `work` values."""
     if not work:
         return
-    tile, memory = _tile(layout.padded_numel, layout.group_size, terms)
-    parameters += (tile,)
     threads = min(work // _VALUES_PER_THREAD, torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if threads < 2 or not _parallel.enter():
-        block = _workspace.fill(parameters, 1, memory)
-        _compiled.run(kernels.run_here, (kernel, flags), 1, block)
+        program.launch(kernels.run_here, 1, groups)
         return
     try:
-        block = _workspace.fill(parameters, threads, memory)
         previous = numba.get_num_threads()
         if previous != threads:
             numba.set_num_threads(threads)
         try:
-            _compiled.run(kernels.run_parallel, (kernel, flags), threads, block)
+            program.launch(kernels.run_parallel, threads, groups)
         finally:
             if previous != threads:
                 numba.set_num_threads(previous)
@@ -194,48 +219,12 @@ def _float_bits(number: float) -> int:
     return bits
 
 
-def _readable(tensor: Tensor) -> Tensor:
-    """Return the tensor with a dtype and rows that kernels can read, itself if possible."""
-    if tensor.dtype not in _READ_IN_PLACE:
-        tensor = tensor.float()
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()
+def _numbers_of(layout: MessageLayout, clip: float) -> Layout:
+    named = {name: getattr(layout, name) for name in Layout._fields if name != "step"}
+    return Layout(**named, step=_float_bits(clip / (layout.format.largest or 1)))
 
 
-def _rounding_flag(rounding: RoundingKey | None) -> int:
-    if rounding is None:
-        return tiles.NEAREST
-    return tiles.DITHER if rounding.dither else tiles.STOCHASTIC
-
-
-def _rounding_numbers(rounding: RoundingKey | None) -> tuple[int, ...]:
-    """Return the keys, the numbering of values, and the mask of the sender's dither."""
-    if rounding is None:
-        return 0, 0, 0, 0, 0
-    return *rounding[:4], rounding.mask if rounding.dither else 0
-
-
-def _dither_numbers(dither: RoundingKey | None) -> tuple[int, ...]:
-    """Return the keys of the dither, the number of row 0's first value and the row stride."""
-    return (0, 0, 0, 0) if dither is None else dither[:4]
-
-
-def _place_of(part: int, messages: Tensor, layout: MessageLayout) -> tuple[int, int]:
-    """Return the address of a part's codes in the first message, and the offset of its scales from there."""
-    skipped = part * layout.code_bytes
-    return messages.data_ptr() + skipped, layout.scales_offset - skipped + part * layout.groups * SCALE_BYTES
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _index(index: int | None) -> int:
-    return _NO_INDEX if index is None else index
-
-
-def _step(layout: MessageLayout, clip: float = 1.0) -> int:
-    """Return the fp32 bits of one code unit relative to a group's largest magnitude."""
-    return _float_bits(clip / (layout.format.largest or 1))
+_program = lru_cache(maxsize=4096)(_Program)
 
 
 def subtract_quantize(
@@ -244,24 +233,29 @@ def subtract_quantize(
     replica: Tensor | None,
     out: Tensor,
     layout: MessageLayout,
-    clip: float,
-    blocks: Tensor | None,
-    nonfinite: Tensor | None,
+    clip: float = 1.0,
+    blocks: Tensor | None = None,
+    nonfinite: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`."""
-    main = _readable(main)
-    replica = replica if replica is None else _readable(replica)
+    main = main if main.dtype in _READ_IN_PLACE else main.float()
+    if replica is not None and replica.dtype not in _READ_IN_PLACE:
+        replica = replica.float()
+    flags = {"has_replica": replica is not None, "has_blocks": blocks is not None}
     _run(
-        kernels.quantize_rows,
-        (replica is not None, False, clip < 1, tiles.NEAREST, blocks is not None, layout.format),
-        main.data_ptr(), main.dtype is torch.bfloat16, 0, 0,
-        _address(replica), replica is not None and replica.dtype is torch.bfloat16,
-        layout.numel, layout.padded_numel, 1, 1, _NO_INDEX, _address(blocks),
-        out.data_ptr(), 0, layout.code_bytes, layout.scales_offset, layout.payload_bytes, layout.nbytes,
-        layout.groups, layout.group_size, _step(layout, clip),
-        *_rounding_numbers(None), _address(nonfinite),
-        work=layout.numel, layout=layout,
-    )  # fmt: skip
+        _program(kernels.quantize_rows, sent=layout, clip=clip, **flags),
+        layout.numel,
+        QuantizeRows(
+            values=main.data_ptr(),
+            is_bf16=main.dtype is torch.bfloat16,
+            replica=0 if replica is None else replica.data_ptr(),
+            replica_is_bf16=replica is not None and replica.dtype is torch.bfloat16,
+            out=out.data_ptr(),
+            blocks=0 if blocks is None else blocks.data_ptr(),
+            nonfinite=0 if nonfinite is None else nonfinite.data_ptr(),
+        ),
+        _NO_KEY,
+    )
 
 
 def dequantize_add(
@@ -270,22 +264,31 @@ def dequantize_add(
     replica: Tensor,
     layout: MessageLayout,
     accumulate: bool,
-    blocks: Tensor | None,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`."""
-    rows = replica.shape[0]
-    target = _readable(replica)
-    size = target.element_size()
-    # The sum of the single message starts from -0.0, so that -0.0 is preserved.
+    rows, target = replica.shape[0], replica if replica.dtype in _READ_IN_PLACE else replica.float()
+    size, is_bf16 = target.element_size(), target.dtype is torch.bfloat16
     _run(
-        kernels.dequantize_rows,
-        (False, False, blocks is not None, layout.format),
-        messages.data_ptr(), messages.stride(0), messages.stride(0), 1, layout.scales_offset,
-        layout.group_size, rows, layout.numel, layout.numel, layout.padded_numel, target.data_ptr(),
-        target.stride(0) * size, size == 2, target.data_ptr() * accumulate, size == 2, _NEGATIVE_ZERO_BITS,
-        kernels.ONE_BITS, 0, *_dither_numbers(None)[:3], _NO_INDEX, _address(blocks),
-        work=rows * layout.numel, layout=layout, terms=1,
-    )  # fmt: skip
+        _program(kernels.dequantize_rows, received=layout, terms=1, has_blocks=blocks is not None),
+        rows * layout.numel,
+        DequantizeRows(
+            messages=messages.data_ptr(),
+            row_step=messages.stride(0),
+            terms=1,
+            rows=rows,
+            short=layout.numel,
+            out=target.data_ptr(),
+            out_stride=target.stride(0) * size,
+            is_bf16=is_bf16,
+            own=target.data_ptr() if accumulate else 0,
+            own_is_bf16=is_bf16,
+            # The sum of the single message starts from -0.0, so that -0.0 is preserved.
+            initial=_NEGATIVE_ZERO_BITS,
+            blocks=0 if blocks is None else blocks.data_ptr(),
+        ),
+        _NO_KEY,
+    )
     if target is not replica:
         replica.copy_(target)
 
@@ -297,23 +300,31 @@ def hadamard_quantize(
     layout: MessageLayout,
     hadamard: bool,
     rounding: RoundingKey | None,
-    skip: int | None,
-    blocks: Tensor | None,
+    skip: int | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`."""
-    values = _readable(values)
+    if values.dtype not in _READ_IN_PLACE:
+        values = values.to(torch.float32, memory_format=torch.contiguous_format)
     destinations, size = values.shape[0] - (skip is not None), values.element_size()
     outer, inner, _ = values.stride()
+    flags = {"hadamard": hadamard, "has_blocks": blocks is not None}
     _run(
-        kernels.quantize_rows,
-        (False, hadamard, False, _rounding_flag(rounding), blocks is not None, layout.format),
-        values.data_ptr(), size == 2, outer * size, inner * size, 0, False,
-        layout.numel, layout.padded_numel, destinations, layout.parts, _index(skip), _address(blocks),
-        out.data_ptr(), out.stride(0), layout.code_bytes, layout.scales_offset, layout.payload_bytes,
-        layout.nbytes, layout.groups, layout.group_size, _step(layout),
-        *_rounding_numbers(rounding), 0,
-        work=destinations * layout.parts * layout.numel, layout=layout,
-    )  # fmt: skip
+        _program(kernels.quantize_rows, sent=layout, rounding=rounding and rounding.dither, **flags),
+        destinations * layout.parts * layout.numel,
+        QuantizeRows(
+            values=values.data_ptr(),
+            is_bf16=values.dtype is torch.bfloat16,
+            outer_stride=outer * size,
+            inner_stride=inner * size,
+            destinations=destinations,
+            skip=NO_INDEX if skip is None else skip,
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            blocks=0 if blocks is None else blocks.data_ptr(),
+        ),
+        rounding or _NO_KEY,
+    )
 
 
 def dequantize_reduce_quantize(
@@ -331,16 +342,23 @@ def dequantize_reduce_quantize(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
     terms, destinations = messages.shape[0], out.shape[0] - (skip is not None)
+    flags = {"rounding": rounding and rounding.dither, "is_dither": dither is not None}
     _run(
-        kernels.reduce_quantize,
-        (dither is not None, _rounding_flag(rounding), received.format, sent.format),
-        messages.data_ptr(), messages.stride(0), terms, received.code_bytes, received.scales_offset,
-        received.groups, received.group_size, destinations, sent.parts, out.shape[0], _index(skip),
-        sent.padded_numel, out.data_ptr(), out.stride(0), sent.code_bytes, sent.scales_offset,
-        sent.payload_bytes, sent.nbytes, sent.groups, sent.group_size, _step(sent),
-        *_rounding_numbers(rounding), *_dither_numbers(dither),
-        work=max(terms, 1) * destinations * sent.parts * sent.numel, layout=sent, terms=terms,
-    )  # fmt: skip
+        _program(kernels.reduce_quantize, received=received, sent=sent, terms=terms, **flags),
+        max(terms, 1) * destinations * sent.parts * sent.numel,
+        ReduceQuantize(
+            messages=messages.data_ptr(),
+            stride=messages.stride(0),
+            terms=terms,
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            apart=out.shape[0],
+            destinations=destinations,
+            skip=NO_INDEX if skip is None else skip,
+        ),
+        rounding or _NO_KEY,
+        dither or _NO_KEY,
+    )
     if own is not None:
         assert skip is not None
         dequantize_reduce_hadamard(
@@ -368,19 +386,25 @@ def dequantize_reduce_hadamard(
     blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
-    terms = messages.shape[0]
-    target = _readable(out)
-    codes, scales_offset = _place_of(part, messages, layout)
+    terms, target = messages.shape[0], out if out.dtype in _READ_IN_PLACE else out.float()
+    flags = {"hadamard": hadamard, "is_dither": dither is not None, "has_blocks": blocks is not None}
     _run(
-        kernels.dequantize_rows,
-        (dither is not None, hadamard, blocks is not None, layout.format),
-        codes, 0, messages.stride(0), terms, scales_offset, layout.group_size,
-        1, layout.numel, layout.numel, layout.padded_numel, target.data_ptr(), 0,
-        target.dtype is torch.bfloat16, _address(own), False, 0, _float_bits(multiplier),
-        0, *_dither_numbers(dither)[:3],
-        _index(skip), _address(blocks),
-        work=max(terms, 1) * layout.numel, layout=layout, terms=terms,
-    )  # fmt: skip
+        _program(kernels.dequantize_rows, received=layout, terms=terms, **flags),
+        max(terms, 1) * layout.numel,
+        DequantizeRows(
+            messages=messages.data_ptr(),
+            stride=messages.stride(0),
+            terms=terms,
+            part=part,
+            skip=NO_INDEX if skip is None else skip,
+            out=target.data_ptr(),
+            is_bf16=target.dtype is torch.bfloat16,
+            own=0 if own is None else own.data_ptr(),
+            multiplier=_float_bits(multiplier),
+            blocks=0 if blocks is None else blocks.data_ptr(),
+        ),
+        dither or _NO_KEY,
+    )
     if target is not out:
         out.copy_(target)
 
@@ -397,18 +421,27 @@ def dequantize_reduce_pieces(
     dither: KeySeries | None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_pieces`."""
-    terms, message_stride = len(messages) // pieces, messages.stride(0)
-    target = _readable(out)
+    terms, target = messages.shape[0] // pieces, out if out.dtype in _READ_IN_PLACE else out.float()
     keys = None if dither is None else torch.tensor([dither.key(piece)[:2] for piece in range(pieces)])
+    flags = {"hadamard": hadamard, "is_dither": dither is not None}
     _run(
-        kernels.dequantize_rows,
-        (dither is not None, hadamard, False, layout.format),
-        messages.data_ptr(), message_stride, message_stride * pieces, terms, layout.scales_offset,
-        layout.group_size, pieces, layout.numel, stride, layout.padded_numel, target.data_ptr(),
-        stride * target.element_size(), target.dtype is torch.bfloat16, 0, False, 0, _float_bits(multiplier),
-        _address(keys), *_dither_numbers(None)[:3], _NO_INDEX, 0,
-        work=max(len(messages), 1) * layout.numel, layout=layout, terms=terms,
-    )  # fmt: skip
+        _program(kernels.dequantize_rows, received=layout, terms=terms, **flags),
+        max(messages.shape[0], 1) * layout.numel,
+        DequantizeRows(
+            messages=messages.data_ptr(),
+            row_step=messages.stride(0),
+            stride=messages.stride(0) * pieces,
+            terms=terms,
+            rows=pieces,
+            short=stride,
+            out=target.data_ptr(),
+            out_stride=stride * target.element_size(),
+            is_bf16=target.dtype is torch.bfloat16,
+            multiplier=_float_bits(multiplier),
+            keys=0 if keys is None else keys.data_ptr(),
+        ),
+        _NO_KEY,
+    )
     if target is not out:
         out.copy_(target)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,16 +19,20 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, prange, typeof, types
+from numba import cfunc, njit, prange, types
 from numba.core.compiler import Compiler
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
 
-from sdp4bit.kernels.cpu import formats, tiles, vectors
-from sdp4bit.kernels.cpu.formats import coding_of
+from sdp4bit.kernels.cpu.parameters import ONE_BITS, Flags, Parameters, unpack
 from sdp4bit.kernels.cpu.tiles import (
+    DITHER,
+    Ahead,
+    Encoding,
+    Terms,
     encode_tile,
     inline,
     load_values,
+    mask_of,
     record,
     store_values,
     sum_messages,
@@ -42,93 +45,52 @@ from sdp4bit.kernels.cpu.vectors import (
     largest_lane,
     load_f32,
     load_scalar_i64,
-    point,
     splat,
     store_u8,
     store_u32,
 )
 from sdp4bit.log import logger
-from sdp4bit.quantization.formats import Format
 
-Flags = tuple[int | Format, ...]
 _TYPICAL_SECONDS = 3, 30
 """Time to compile the kernels of a training run."""
 _RECENT_SECONDS = 600.0
 """Time in which the ranks of one launcher announce compilation only once."""
-ONE_BITS = 0x3F800000
 _ZERO = np.float32(0)
-
-
-class Parameters(types.Type):
-    """Address of a block of int64 parameters, with the flags and formats that the kernel is compiled for.
-
-    The name has a checksum of the inlined sources, because numba's cache checks only the file of the kernel
-    and its argument types.
-    """
-
-    def __init__(self, flags: Flags) -> None:
-        self.flags = flags
-        files = {module.__file__ for module in (formats, tiles, vectors)}
-        for format in (each for each in flags if isinstance(each, Format)):
-            files |= {each.py_func.__code__.co_filename for each in formats.FORMATS[format.name] if each}
-        sources = b"".join(Path(file).read_bytes() for file in sorted(files))
-        super().__init__(name=f"Parameters({zlib.crc32(sources)}, {flags})")
-
-
-@register_model(Parameters)
-class _ParametersModel(models.PrimitiveModel):
-    def __init__(self, manager, kind):
-        super().__init__(manager, kind, INT64)
-
-
-@intrinsic(prefer_literal=True)
-def _unpack(typing_context, parameters, count):
-    """Return flags and parameters, `count` in total."""
-    flags = [coding_of(each) if isinstance(each, Format) else int(each) for each in parameters.flags]
-    kinds = [typeof(flag) for flag in flags]
-    result = types.Tuple([*kinds, *[types.int64] * (count.literal_value - len(flags))])
-
-    def codegen(context, builder, sig, args):
-        block = point(builder, args[0], INT64)
-        constants = [context.get_constant_generic(builder, *each) for each in zip(kinds, flags, strict=True)]
-        values = [builder.load(builder.gep(block, [INT64(i)])) for i in range(len(result) - len(flags))]
-        return context.make_tuple(builder, result, constants + values)
-
-    return result(parameters, count), codegen
+_NOTHING = Ahead(0, 0, 0, 0)
 
 
 @inline
-def _locate(thread, tile, scratch, scratch_stride):
+def _locate(thread, work):
     """Return the addresses of a thread's working memory.
 
     It holds the fp32 values of a tile, their codes or one block, the largest |x| of each group, and a table
     of two 4-byte numbers per message, its scale and its mask.
     """
     # A code takes one byte and a block of fp32 takes 128.
-    total = scratch + thread * scratch_stride
-    spare = total + 4 * tile
-    largest = spare + tile + 128
-    return total, spare, largest, largest + (tile >> 3)
+    total = work.memory + thread * work.memory_stride
+    spare = total + 4 * work.tile
+    largest = spare + work.tile + 128
+    return total, spare, largest, largest + (work.tile >> 3)
 
 
 @inline
-def _share(rows, padded, tile, thread, threads):
+def _share(rows, layout, work, thread, threads):
     """Return a thread's number of tiles, and the row and the position where they begin."""
     # Tiles of all rows are divided evenly, so that one long row or many short ones use all threads. No group
     # crosses tiles, so the bytes do not depend on the number of threads.
-    per_row = (padded + tile - 1) // tile
+    per_row = (layout.padded_numel + work.tile - 1) // work.tile
     begin, end = rows * per_row * thread // threads, rows * per_row * (thread + 1) // threads
     row = begin // per_row
-    return end - begin, row, (begin - row * per_row) * tile
+    return end - begin, row, (begin - row * per_row) * work.tile
 
 
 @inline
-def _load_block(source, is_bf16, replica, replica_is_bf16, hadamard, count, spare):
+def _load_block(source, replica, flags, call, count, spare):
     """Return up to 32 values, minus those of the replica, transformed."""
-    block = load_values(source, is_bf16, count, spare)
-    if replica:
-        block = block - load_values(replica, replica_is_bf16, count, spare)
-    if hadamard:
+    block = load_values(source, call.is_bf16, count, spare)
+    if flags.has_replica:
+        block = block - load_values(replica, call.replica_is_bf16, count, spare)
+    if flags.hadamard:
         block = hadamard32(block)
     return block
 
@@ -141,24 +103,37 @@ def _block_of(row, blocks, number, shift):
 
 
 @inline
-def _finish_block(block, target, is_bf16, own, own_is_bf16, hadamard, multiplier, count, spare):
-    """Transform and scale a block of sums, add it to `own` unless that is 0, and write it to the target."""
-    if hadamard:
+def _finish_block(total, target, summand, flags, call, count, spare):
+    """Transform and scale a block of sums, add it to the summand if `own` exists, and write it."""
+    block = load_f32(total)
+    if flags.hadamard:
         block = hadamard32(block)
-    if multiplier != ONE_BITS:
-        block = block * splat(float_from_bits(multiplier))
-    if own:
-        block = block + load_values(own, own_is_bf16, count, spare)
-    store_values(target, is_bf16, count, block, spare)
+    if call.multiplier != ONE_BITS:
+        block = block * splat(float_from_bits(call.multiplier))
+    if call.own:
+        block = block + load_values(summand, call.own_is_bf16, count, spare)
+    store_values(target, call.is_bf16, count, block, spare)
 
 
 @inline
-def _clear_padding(out, messages, skip, stride, payload_bytes, nbytes):
+def _encoding(flags, key):
+    mask = mask_of(key.sender) if flags.rounding == DITHER else 0
+    return Encoding(flags.sent, flags.is_clipped, flags.rounding, key.k0, key.k1, mask)
+
+
+@inline
+def _terms(flags, call, table, initial, k0, k1):
+    masks = table + 4 * call.terms
+    return Terms(flags.received, call.terms, call.stride, table, masks, initial, flags.is_dither, k0, k1)
+
+
+@inline
+def _clear_padding(call, layout):
     """Write zeros after the scales of each message, so that equal values yield equal messages."""
-    for number in range(messages):
-        message = number + (number >= skip)
-        for i in range(payload_bytes, nbytes):
-            store_u8(out + message * stride + i, 0)
+    for number in range(call.destinations):
+        message = number + (number >= call.skip)
+        for i in range(layout.payload_bytes, layout.nbytes):
+            store_u8(call.out + message * call.out_stride + i, 0)
 
 
 def quantize_rows(thread, threads, parameters):
@@ -166,69 +141,63 @@ def quantize_rows(thread, threads, parameters):
 
     `destinations` does not count the one that is left out, `skip`. `nonfinite` is the address of a flag or 0.
     """
-    (
-        has_replica, hadamard, is_clipped, rounding, has_blocks, coding,
-        values, is_bf16, outer_stride, inner_stride, replica, replica_is_bf16,
-        numel, padded, destinations, parts, skip, blocks,
-        out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, group_size,
-        step, k0, k1, first, row_stride, mask, nonfinite,
-        tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 36)  # fmt: skip
-    total, spare, largest, _ = _locate(thread, tile, scratch, scratch_stride)
-    shift, replica_shift = 2 - is_bf16, 2 - replica_is_bf16
-    tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
+    flags, call, key, layout, work = unpack(parameters)
+    total, spare, largest, _ = _locate(thread, work)
+    how = _encoding(flags, key)
+    shift, replica_shift = 2 - call.is_bf16, 2 - call.replica_is_bf16
+    tiles, row, start = _share(call.destinations * layout.parts, layout, work, thread, threads)
     for _ in range(tiles):
-        destination = row // parts
-        part = row - destination * parts
-        destination += destination >= skip
-        source = values + destination * outer_stride + part * inner_stride
-        if not has_blocks:
+        destination = row // layout.parts
+        part = row - destination * layout.parts
+        destination += destination >= call.skip
+        source = call.values + destination * call.outer_stride + part * call.inner_stride
+        if not flags.has_blocks:
             source += start << shift
-        other = replica + (0 if has_blocks else start << replica_shift) if has_replica else 0
-        count = min(tile, padded - start)
+        other = call.replica + (0 if flags.has_blocks else start << replica_shift) if flags.has_replica else 0
+        count = min(work.tile, layout.padded_numel - start)
         # Values in complete blocks; at the end of a row one padded block may remain.
-        whole = 0 if has_blocks else min(count, (numel - start) & ~31)
-        for group in range((count + group_size - 1) // group_size):
-            origin = group * group_size
-            stop = min(origin + group_size, count)
+        whole = 0 if flags.has_blocks else min(count, (layout.numel - start) & ~31)
+        for group in range((count + layout.group_size - 1) // layout.group_size):
+            origin = group * layout.group_size
+            stop = min(origin + layout.group_size, count)
             peak = splat(0)
             for i in range(origin, min(stop, whole), 32):
                 block = _load_block(
-                    source + (i << shift), is_bf16, other + (i << replica_shift) if has_replica else 0,
-                    replica_is_bf16, hadamard, 32, spare,
-                )  # fmt: skip
+                    source + (i << shift), other + (i << replica_shift), flags, call, 32, spare
+                )
                 peak = record(total + 4 * i, block, peak)
-            if has_blocks:
+            if flags.has_blocks:
                 for i in range(origin, stop, 32):
                     number = (start + i) >> 5
-                    place, size = _block_of(source, blocks, number, shift)
-                    held = _block_of(other, blocks, number, replica_shift)[0] if has_replica else 0
-                    block = _load_block(place, is_bf16, held, replica_is_bf16, hadamard, size, spare)
+                    place, size = _block_of(source, call.blocks, number, shift)
+                    held = _block_of(other, call.blocks, number, replica_shift)[0] if flags.has_replica else 0
+                    block = _load_block(place, held, flags, call, size, spare)
                     peak = record(total + 4 * i, block, peak)
             elif whole < stop:
+                rest = layout.numel - start - whole
                 block = _load_block(
-                    source + (whole << shift), is_bf16,
-                    other + (whole << replica_shift) if has_replica else 0, replica_is_bf16,
-                    hadamard, numel - start - whole, spare,
-                )  # fmt: skip
+                    source + (whole << shift), other + (whole << replica_shift), flags, call, rest, spare
+                )
                 peak = record(total + 4 * whole, block, peak)
             store_u32(largest + 4 * group, largest_lane(peak))
-        message = out + destination * out_stride
+        message = call.out + destination * call.out_stride
+        codes = message + part * layout.code_bytes + (start >> 5) * flags.sent.width
+        scales = message + layout.scales_offset + 2 * (part * layout.groups + start // layout.group_size)
+        element = key.first + (destination * layout.parts + part) * key.row_stride + start
+        ahead = Ahead(
+            0 if flags.has_blocks else source + (count << shift),
+            shift,
+            other + (count << replica_shift) if flags.has_replica and not flags.has_blocks else 0,
+            replica_shift,
+        )
         # After the loop over groups, because an int4 byte combines values that are half a group apart.
-        encode_tile(
-            total, count, largest, message + part * code_bytes + (start >> 5) * coding.width,
-            message + scales_offset + 2 * (part * groups + start // group_size),
-            coding, group_size, step, is_clipped, nonfinite,
-            rounding, (destination * parts + part) * row_stride + first + start, k0, k1, mask, spare,
-            0 if has_blocks else source + (count << shift), shift,
-            other + (count << replica_shift) if has_replica and not has_blocks else 0, replica_shift,
-        )  # fmt: skip
-        start += tile
-        if start >= padded:
+        encode_tile(total, count, largest, codes, scales, layout, how, element, call.nonfinite, ahead, spare)
+        start += work.tile
+        if start >= layout.padded_numel:
             start = 0
             row += 1
     if thread == 0:
-        _clear_padding(out, destinations, skip, out_stride, payload_bytes, nbytes)
+        _clear_padding(call, layout)
 
 
 def reduce_quantize(thread, threads, parameters):
@@ -236,51 +205,44 @@ def reduce_quantize(thread, threads, parameters):
 
     `destinations` does not count the message that is left out, `skip`.
     """
-    (
-        is_dither, rounding, received, sent,
-        messages, stride, terms, code_bytes_in, scales_offset_in, groups_in, group_size_in,
-        destinations, parts, apart, skip, padded,
-        out, out_stride, code_bytes, scales_offset, payload_bytes, nbytes, groups, group_size,
-        step, k0, k1, first, row_stride, mask,
-        k0_in, k1_in, first_in, row_stride_in, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 37)  # fmt: skip
-    total, spare, largest, table = _locate(thread, tile, scratch, scratch_stride)
-    masks = table + 4 * terms
-    write_masks(masks, terms, is_dither)
-    tiles, row, start = _share(destinations * parts, padded, tile, thread, threads)
+    flags, call, key, dither, received, layout, work = unpack(parameters)
+    total, spare, largest, table = _locate(thread, work)
+    how = _encoding(flags, key)
+    terms = _terms(flags, call, table, _ZERO, dither.k0, dither.k1)
+    write_masks(terms)
+    tiles, row, start = _share(call.destinations * layout.parts, layout, work, thread, threads)
     for _ in range(tiles):
-        destination = row // parts
-        place = row - destination * parts
-        destination += destination >= skip
-        part = place * apart + destination
-        count = min(tile, padded - start)
-        first_group = start // group_size
-        for group in range((count + group_size - 1) // group_size):
-            origin = group * group_size
+        destination = row // layout.parts
+        place = row - destination * layout.parts
+        destination += destination >= call.skip
+        part = place * call.apart + destination
+        codes_in = call.messages + part * received.code_bytes
+        scales_in = call.messages + received.scales_offset + 2 * part * received.groups
+        element = dither.first + part * dither.row_stride
+        count = min(work.tile, layout.padded_numel - start)
+        first_group = start // layout.group_size
+        for group in range((count + layout.group_size - 1) // layout.group_size):
+            origin = group * layout.group_size
             position = start + origin
-            same = group_size == group_size_in
+            same = layout.group_size == received.group_size
+            first = first_group + group if same else position // received.group_size
+            size = min(layout.group_size, count - origin)
+            target = total + 4 * origin
             peak = sum_messages(
-                total + 4 * origin, position, min(group_size, count - origin),
-                first_group + group if same else position // group_size_in,
-                messages + part * code_bytes_in, messages + scales_offset_in + 2 * part * groups_in,
-                terms, -1, stride, received, group_size_in, padded, table, masks, _ZERO,
-                is_dither, part * row_stride_in + first_in, k0_in, k1_in, spare,
-            )  # fmt: skip
+                target, position, size, first, codes_in, scales_in, -1, received, terms, element, spare
+            )
             store_u32(largest + 4 * group, largest_lane(peak))
-        message = out + destination * out_stride
-        encode_tile(
-            total, count, largest, message + place * code_bytes + (start >> 5) * sent.width,
-            message + scales_offset + 2 * (place * groups + first_group),
-            sent, group_size, step, 0, 0,
-            rounding, (destination * parts + place) * row_stride + first + start, k0, k1, mask, spare,
-            0, 0, 0, 0,
-        )  # fmt: skip
-        start += tile
-        if start >= padded:
+        message = call.out + destination * call.out_stride
+        codes = message + place * layout.code_bytes + (start >> 5) * flags.sent.width
+        scales = message + layout.scales_offset + 2 * (place * layout.groups + first_group)
+        element = key.first + (destination * layout.parts + place) * key.row_stride + start
+        encode_tile(total, count, largest, codes, scales, layout, how, element, 0, _NOTHING, spare)
+        start += work.tile
+        if start >= layout.padded_numel:
             start = 0
             row += 1
     if thread == 0:
-        _clear_padding(out, destinations, skip, out_stride, payload_bytes, nbytes)
+        _clear_padding(call, layout)
 
 
 def dequantize_rows(thread, threads, parameters):
@@ -291,57 +253,46 @@ def dequantize_rows(thread, threads, parameters):
     last one end after `short` values. `initial`, from which sums start, and `multiplier` are the bits of fp32
     numbers. `keys` is the address of the keys of each row, or 0 if all have the same.
     """
-    (
-        is_dither, hadamard, has_blocks, coding,
-        messages, row_step, stride, terms, scales_offset, group_size, rows, numel, short, padded,
-        out, out_stride, is_bf16, own, own_is_bf16, initial, multiplier,
-        keys, k0, k1, first, skip, blocks, tile, scratch, scratch_stride,
-    ) = _unpack(parameters, 30)  # fmt: skip
-    total, spare, _, table = _locate(thread, tile, scratch, scratch_stride)
-    masks = table + 4 * terms
-    write_masks(masks, terms, is_dither)
-    shift, own_shift = 2 - is_bf16, 2 - own_is_bf16
-    tiles, row, start = _share(rows, padded, tile, thread, threads)
+    flags, call, key, layout, work = unpack(parameters)
+    total, spare, _, table = _locate(thread, work)
+    initial = float_from_bits(call.initial)
+    terms = _terms(flags, call, table, initial, key.k0, key.k1)
+    write_masks(terms)
+    shift, own_shift = 2 - call.is_bf16, 2 - call.own_is_bf16
+    tiles, row, start = _share(call.rows, layout, work, thread, threads)
     for _ in range(tiles):
-        end = numel if row == rows - 1 else short
+        end = layout.numel if row == call.rows - 1 else call.short
         # Of a row that ends before the messages do, no tile after its end.
-        count = min(tile, padded - start) if start < end or row == rows - 1 else 0
-        message = messages + row * row_step
-        if keys:
-            k0 = load_scalar_i64(keys + 16 * row)
-            k1 = load_scalar_i64(keys + 16 * row + 8)
+        count = min(work.tile, layout.padded_numel - start) if start < end or row == call.rows - 1 else 0
+        message = call.messages + row * call.row_step
+        if call.keys:
+            k0, k1 = load_scalar_i64(call.keys + 16 * row), load_scalar_i64(call.keys + 16 * row + 8)
+            terms = _terms(flags, call, table, initial, k0, k1)
         if count:
+            codes = message + call.part * layout.code_bytes
+            scales = message + layout.scales_offset + 2 * call.part * layout.groups
+            group = start // layout.group_size
             sum_messages(
-                total, start, count, start // group_size, message, message + scales_offset,
-                terms, skip, stride, coding, group_size, padded, table, masks, float_from_bits(initial),
-                is_dither, first, k0, k1, spare,
-            )  # fmt: skip
-        target = out + row * out_stride
-        added = own + row * out_stride + (start << own_shift) if own else 0
-        if has_blocks:
+                total, start, count, group, codes, scales, call.skip, layout, terms, key.first, spare
+            )
+        target = call.out + row * call.out_stride
+        added = call.own + row * call.out_stride + (start << own_shift)
+        if flags.has_blocks:
             for i in range(0, count, 32):
-                place, size = _block_of(target, blocks, (start + i) >> 5, shift)
-                summand = place if own == out else added + (i << own_shift) if own else 0
-                _finish_block(
-                    load_f32(total + 4 * i), place, is_bf16, summand,
-                    own_is_bf16, hadamard, multiplier, size, spare,
-                )  # fmt: skip
+                place, size = _block_of(target, call.blocks, (start + i) >> 5, shift)
+                summand = place if call.own == call.out else added + (i << own_shift)
+                _finish_block(total + 4 * i, place, summand, flags, call, size, spare)
         else:
             target += start << shift
             whole = min(count, (end - start) & ~31)
             for i in range(0, whole, 32):
-                _finish_block(
-                    load_f32(total + 4 * i), target + (i << shift), is_bf16,
-                    added + (i << own_shift) if own else 0, own_is_bf16, hadamard, multiplier, 32, spare,
-                )  # fmt: skip
+                summand = added + (i << own_shift)
+                _finish_block(total + 4 * i, target + (i << shift), summand, flags, call, 32, spare)
             if whole < min(count, end - start):
-                _finish_block(
-                    load_f32(total + 4 * whole), target + (whole << shift), is_bf16,
-                    added + (whole << own_shift) if own else 0, own_is_bf16, hadamard, multiplier,
-                    end - start - whole, spare,
-                )  # fmt: skip
-        start += tile
-        if start >= padded:
+                place, summand = target + (whole << shift), added + (whole << own_shift)
+                _finish_block(total + 4 * whole, place, summand, flags, call, end - start - whole, spare)
+        start += work.tile
+        if start >= layout.padded_numel:
             start = 0
             row += 1
 
@@ -437,9 +388,9 @@ def _announce(lock: int | None, where: str) -> None:
         logger.warning("compiling CPU kernels %s (%d to %d s)", where, *_TYPICAL_SECONDS)
 
 
-def compile_kernel(kernel: Callable[..., None], flags: Flags) -> int:
-    """Return the address of a kernel compiled for these flags."""
-    kind = types.void(types.int64, types.int64, Parameters(flags))
+def compile_kernel(kernel: Callable[..., None], flags: Flags, groups: tuple[type, ...]) -> int:
+    """Return the address of a kernel compiled for these flags and groups of parameters."""
+    kind = types.void(types.int64, types.int64, Parameters(flags, groups))
     compiled: int = _compile(cfunc, kernel, kind, error_model="numpy").address
     return compiled
 

@@ -6,6 +6,8 @@ memory of a thread. Numbers and order of operations: :mod:`sdp4bit.quantization.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -66,6 +68,41 @@ _DITHER_OFFSET = np.float32(2**14 + 255 / 512)
 
 NEAREST, STOCHASTIC, DITHER = 0, 1, 2
 """Rounding modes."""
+
+
+class Encoding(NamedTuple):
+    """How values become codes."""
+
+    coding: Any
+    is_clipped: int  # whether values may be beyond the largest code
+    rounding: int  # mode
+    k0: int
+    k1: int
+    mask: int  # of the sender's dither
+
+
+class Ahead(NamedTuple):
+    """Addresses of upcoming values and their replica, which are prefetched, or 0."""
+
+    values: int
+    shift: int  # 2 for fp32, 1 for bf16
+    replica: int
+    replica_shift: int
+
+
+class Terms(NamedTuple):
+    """How messages are summed."""
+
+    coding: Any
+    count: int  # of messages
+    stride: int  # bytes between them
+    table: int  # address of their fp32 scales, which `sum_messages` writes
+    masks: int  # address of the masks of their dither, written by `write_masks`
+    initial: float
+    is_dither: int
+    k0: int
+    k1: int
+
 
 inline = njit(
     forceinline=True, error_model="numpy", no_rewrites=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
@@ -128,18 +165,18 @@ def compute_scale(largest, step):
 
 
 @inline
-def fixed_point(values, factor, coding, is_clipped, rounding, element, k0, k1, mask):
-    """Return codes times 65536, rounded except for the truncation, and clamped if `is_clipped`."""
+def fixed_point(values, factor, how, element):
+    """Return codes times 65536, rounded except for the truncation, and clamped if they are clipped."""
     # Truncate to 16 fractional bits first. Rounding is then integer arithmetic, which is the same everywhere.
     fixed = to_int(load_f32(values) * factor)
-    if is_clipped:
-        limit = coding.largest << 16
+    if how.is_clipped:
+        limit = how.coding.largest << 16
         fixed = maximum(minimum(fixed, splat(limit)), splat(-limit))
-    if rounding == NEAREST:
+    if how.rounding == NEAREST:
         return fixed + splat(_HALF)
-    rounded = fixed + random_bits16(element, k0, k1, mask)
-    if rounding == DITHER:
-        return coding.functions.mark_zeros(fixed, rounded, coding.offset)
+    rounded = fixed + random_bits16(element, how.k0, how.k1, how.mask)
+    if how.rounding == DITHER:
+        return how.coding.functions.mark_zeros(fixed, rounded, how.coding.offset)
     return rounded
 
 
@@ -156,25 +193,26 @@ def drop_lowest(codes, units):
 
 
 @inline
-def dither_of(is_dither, element, k0, k1):
+def dither_of(terms, element):
     """Return the dither of a block for take_off, without a sender's mask."""
-    if is_dither:
-        random = random_bits16(element, k0, k1, 0)
+    if terms.is_dither:
+        random = random_bits16(element, terms.k0, terms.k1, 0)
         return shift_right(random, 7) & splat(_DITHER_BITS) ^ splat(_DITHER_BASE | _DITHER_BITS)
     return splat(0)
 
 
 @inline
-def take_off(codes, coding, dither, masks, term):
-    """Decode dithered codes, in units of their scale.
+def take_off(codes, terms, dither, term):
+    """Decode dithered codes, unsigned and shifted by CODE_SHIFT, in units of their scale."""
+    mask = splat(load_scalar_u32(terms.masks + 4 * term))
+    units = float_of_bits(codes ^ (dither ^ mask)) - splat(_DITHER_OFFSET + np.float32(terms.coding.offset))
+    return terms.coding.functions.drop_zeros(codes, units)
 
-    Args:
-        codes: unsigned, shifted by CODE_SHIFT.
-        masks: address of the terms' masks.
-    """
-    mask = splat(load_scalar_u32(masks + 4 * term))
-    units = float_of_bits(codes ^ (dither ^ mask))
-    return coding.functions.drop_zeros(codes, units - splat(_DITHER_OFFSET + np.float32(coding.offset)))
+
+@inline
+def scale_of(terms, term):
+    """Return the scale of a term in the group that is summed."""
+    return float_from_bits(load_scalar_u32(terms.table + 4 * term))
 
 
 @inline
@@ -187,42 +225,36 @@ def prefetch_block(address, shift):
 
 
 @inline
-def prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift):
-    """Start reading 32 upcoming values and their replica, unless an address is 0."""
-    if upcoming:
-        prefetch_block(upcoming + (i << shift), shift)
-    if upcoming_replica:
-        prefetch_block(upcoming_replica + (i << replica_shift), replica_shift)
+def prefetch_upcoming(i, ahead):
+    """Start reading 32 upcoming values and their replica."""
+    if ahead.values:
+        prefetch_block(ahead.values + (i << ahead.shift), ahead.shift)
+    if ahead.replica:
+        prefetch_block(ahead.replica + (i << ahead.replica_shift), ahead.replica_shift)
 
 
 @inline
-def load_units(address, coding, is_dither, dither, masks, term):
+def load_units(address, terms, dither, term):
     """Decode a block of 32 codes, in units of their scale."""
-    numbers = coding.functions.load(address)
-    if is_dither:
-        return take_off(shift_left(numbers, CODE_SHIFT), coding, dither, masks, term)
-    return to_float(numbers - splat(coding.offset))
+    numbers = terms.coding.functions.load(address)
+    if terms.is_dither:
+        return take_off(shift_left(numbers, CODE_SHIFT), terms, dither, term)
+    return to_float(numbers - splat(terms.coding.offset))
 
 
 @inline
-def encode_blocks(
-    values, size, factor, codes, coding, is_clipped, rounding, element, k0, k1, mask, spare,
-    upcoming, shift, upcoming_replica, replica_shift,
-):  # fmt: skip
+def encode_blocks(values, size, factor, codes, how, element, ahead, spare):
     """Write the codes of one group, and prefetch as many upcoming values and their replica."""
     # The offset that makes codes unsigned is added before the truncation.
-    offset = splat(coding.offset << 16)
+    offset = splat(how.coding.offset << 16)
     for i in range(0, size, 32):
-        prefetch_upcoming(i, upcoming, shift, upcoming_replica, replica_shift)
-        fixed = fixed_point(values + 4 * i, factor, coding, is_clipped, rounding, element + i, k0, k1, mask)
-        coding.functions.store(codes + (i >> 5) * coding.width, shift_right(fixed + offset, 16))
+        prefetch_upcoming(i, ahead)
+        fixed = fixed_point(values + 4 * i, factor, how, element + i)
+        how.coding.functions.store(codes + (i >> 5) * how.coding.width, shift_right(fixed + offset, 16))
 
 
 @inline
-def encode_halves(
-    values, size, factor, codes, coding, is_clipped, rounding, element, k0, k1, mask, spare,
-    upcoming, shift, upcoming_replica, replica_shift,
-):  # fmt: skip
+def encode_halves(values, size, factor, codes, how, element, ahead, spare):
     """Write the codes of one int4 group; see encode_blocks."""
     half = size >> 1
     if size & 32 == 0:
@@ -231,18 +263,15 @@ def encode_halves(
         offset, high_nibble = splat(8 << 16), splat(0xF0)
         for i in range(0, half, 32):
             j = i + half
-            prefetch_upcoming(2 * i, upcoming, shift, upcoming_replica, replica_shift)
-            prefetch_upcoming(2 * i + 32, upcoming, shift, upcoming_replica, replica_shift)
-            low = fixed_point(values + 4 * i, factor, coding, is_clipped, rounding, element + i, k0, k1, mask)
-            high = fixed_point(
-                values + 4 * j, factor, coding, is_clipped, rounding, element + j, k0, k1, mask
-            )
-            low, high = low + offset, high + offset
+            prefetch_upcoming(2 * i, ahead)
+            prefetch_upcoming(2 * i + 32, ahead)
+            low = fixed_point(values + 4 * i, factor, how, element + i) + offset
+            high = fixed_point(values + 4 * j, factor, how, element + j) + offset
             store_u8(codes + i, shift_right(low, 16) | shift_right(high, 12) & high_nibble)
         return
     # Halves begin within a block, so codes are combined in memory.
     for i in range(0, size, 32):
-        fixed = fixed_point(values + 4 * i, factor, coding, is_clipped, rounding, element + i, k0, k1, mask)
+        fixed = fixed_point(values + 4 * i, factor, how, element + i)
         store_u8(spare + i, shift_right_signed(fixed, 16) + splat(8))
     sixteen = splat16(16)
     for i in range(0, half, 16):
@@ -250,24 +279,17 @@ def encode_halves(
 
 
 @inline
-def encode_tile(
-    values, count, largest, codes, scales, coding, group_size, step, is_clipped, nonfinite,
-    rounding, element, k0, k1, mask, spare,
-    upcoming, shift, upcoming_replica, replica_shift,
-):  # fmt: skip
+def encode_tile(values, count, largest, codes, scales, layout, how, element, nonfinite, ahead, spare):
     """Write codes and scales of `count` values; `largest` points to the bits of each group's largest |x|.
 
     Overwrites the table with the reciprocals, and non-finite groups with zeros.
 
     Args:
-        step: fp32 bits of one code unit relative to the largest |x|.
-        is_clipped: whether values may be beyond the largest code.
         nonfinite: address of a flag that is set if a group is not finite, or 0.
-        upcoming, upcoming_replica: addresses to prefetch, 0 for none.
-        shift, replica_shift: 2 for fp32, 1 for bf16.
     """
+    group_size = layout.group_size
     groups = (count + group_size - 1) // group_size
-    if not coding.has_scales:
+    if not how.coding.has_scales:
         for i in range(0, count, 32):
             store_f32(codes + 4 * i, load_f32(values + 4 * i))
         for group in range(groups if nonfinite else 0):
@@ -277,7 +299,7 @@ def encode_tile(
     # All scales first, so that the divisions of different groups overlap.
     for group in range(groups):
         peak = load_scalar_u32(largest + 4 * group)
-        scale, reciprocal = compute_scale(peak, step)
+        scale, reciprocal = compute_scale(peak, layout.step)
         store_u16(scales + 2 * group, scale)
         store_u32(largest + 4 * group, bits_from_float(reciprocal))
         if scale == _NAN_SCALE:
@@ -290,12 +312,16 @@ def encode_tile(
     for group in range(groups):
         first = group * group_size
         factor = splat(float_from_bits(load_scalar_u32(largest + 4 * group)))
-        coding.functions.encode_group(
-            values + 4 * first, min(group_size, count - first), factor, codes + (first >> 5) * coding.width,
-            coding, is_clipped, rounding, element + first, k0, k1, mask, spare,
-            upcoming + (first << shift) if upcoming else 0, shift,
-            upcoming_replica + (first << replica_shift) if upcoming_replica else 0, replica_shift,
-        )  # fmt: skip
+        upcoming = Ahead(
+            ahead.values + (first << ahead.shift) if ahead.values else 0,
+            ahead.shift,
+            ahead.replica + (first << ahead.replica_shift) if ahead.replica else 0,
+            ahead.replica_shift,
+        )
+        size, target = min(group_size, count - first), codes + (first >> 5) * how.coding.width
+        how.coding.functions.encode_group(
+            values + 4 * first, size, factor, target, how, element + first, upcoming, spare
+        )
 
 
 @inline
@@ -306,70 +332,60 @@ def record(target, values, peak):
 
 
 @inline
-def sum_blocks(
-    total, codes, origin, size, begin, end, coding, table, masks, terms, stride, start, peak,
-    is_dither, element, k0, k1, spare,
-):  # fmt: skip
-    """Write start + code * scale + ... of a part of a group, in the order of the terms; return the peaks.
+def sum_blocks(total, codes, origin, size, begin, end, terms, element, peak, spare):
+    """Write initial + code * scale + ... of a part of a group, in the order of terms; return the peaks.
 
     Args:
         total: address of the result of value `begin`.
         codes: address of the row's codes in the first message.
         origin, size: first value of the group, and its values.
         begin, end: the part of the group.
-        table, masks: addresses of the terms' fp32 scales and dither masks.
-        is_dither, element: whether codes are dithered, with the random bits of `element` for value `begin`.
+        element: number of value `begin`, for its dither.
     """
-    packed, count = codes + (begin >> 5) * coding.width, end - begin
+    width = terms.coding.width
+    packed, count = codes + (begin >> 5) * width, end - begin
     # Two blocks at a time, to hide the latency of the additions.
     paired = count & ~63
     for i in range(0, paired, 64):
-        low = high = splat(start)
-        low_dither = dither_of(is_dither, element + i, k0, k1)
-        high_dither = dither_of(is_dither, element + i + 32, k0, k1)
-        for term in range(terms):
-            scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            source = packed + term * stride + (i >> 5) * coding.width
+        low = high = splat(terms.initial)
+        low_dither, high_dither = dither_of(terms, element + i), dither_of(terms, element + i + 32)
+        for term in range(terms.count):
+            scale = splat(scale_of(terms, term))
+            source = packed + term * terms.stride + (i >> 5) * width
             # Not fused. The product is exact unless it overflows or underflows, and then it must be rounded.
-            low = low + load_units(source, coding, is_dither, low_dither, masks, term) * scale
-            high = (
-                high + load_units(source + coding.width, coding, is_dither, high_dither, masks, term) * scale
-            )
+            low = low + load_units(source, terms, low_dither, term) * scale
+            high = high + load_units(source + width, terms, high_dither, term) * scale
         peak = record(total + 4 * i, low, peak)
         peak = record(total + 4 * i + 128, high, peak)
     if paired < count:
-        value = splat(start)
-        dither = dither_of(is_dither, element + paired, k0, k1)
-        for term in range(terms):
-            scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            source = packed + term * stride + (paired >> 5) * coding.width
-            value = value + load_units(source, coding, is_dither, dither, masks, term) * scale
+        value = splat(terms.initial)
+        dither = dither_of(terms, element + paired)
+        for term in range(terms.count):
+            source = packed + term * terms.stride + (paired >> 5) * width
+            value = value + load_units(source, terms, dither, term) * splat(scale_of(terms, term))
         peak = record(total + 4 * paired, value, peak)
     return peak
 
 
 @inline
-def _sum_bytes(
-    total, codes, half, coding, table, masks, terms, stride, start, peak, is_dither, element, k0, k1
-):
+def _sum_bytes(total, codes, half, terms, element, peak):
     """Sum a complete int4 group whose halves are multiples of 32; see sum_blocks."""
     low_mask, low_base, low_offset = splat(0x0F), splat(_LOW_BASE), splat(_LOW_OFFSET)
     high_mask, high_base, high_offset = splat(0xF0), splat(_HIGH_BASE), splat(_HIGH_OFFSET)
     code_bits = splat(_CODE_BITS_4)
     for i in range(0, half, 32):
-        low = high = splat(start)
-        low_dither = dither_of(is_dither, element + i, k0, k1)
-        high_dither = dither_of(is_dither, element + i + half, k0, k1)
-        for term in range(terms):
-            scale = splat(float_from_bits(load_scalar_u32(table + 4 * term)))
-            both = load_u8(codes + term * stride + i)
-            if is_dither:
+        low = high = splat(terms.initial)
+        low_dither, high_dither = dither_of(terms, element + i), dither_of(terms, element + i + half)
+        for term in range(terms.count):
+            scale = splat(scale_of(terms, term))
+            both = load_u8(codes + term * terms.stride + i)
+            if terms.is_dither:
                 low_code, high_code = (
                     shift_left(both, CODE_SHIFT) & code_bits,
                     shift_left(both, CODE_SHIFT - 4) & code_bits,
                 )
-                low_units = take_off(low_code, coding, low_dither, masks, term)
-                high_units = take_off(high_code, coding, high_dither, masks, term)
+                low_units = take_off(low_code, terms, low_dither, term)
+                high_units = take_off(high_code, terms, high_dither, term)
             else:
                 low_units = float_of_bits(both & low_mask | low_base) - low_offset
                 high_units = float_of_bits(both & high_mask | high_base) - high_offset
@@ -381,111 +397,101 @@ def _sum_bytes(
 
 
 @inline
-def _sum_nibbles(total, codes, count, shift, table, masks, terms, stride, start, dither, spare):
+def _sum_nibbles(total, codes, count, shift, terms, element, spare):
     """Sum a part of one half of an int4 group; `count` is a multiple of 16. See sum_blocks.
 
     Args:
-        dither: (is_dither, element, k0, k1); the element may be in the middle of a block.
+        element: number of the first value; it may be in the middle of a block.
         spare: memory for a block.
     """
-    is_dither, element, k0, k1 = dither
     for i in range(0, count, 16):
-        value = splat16(start)
+        value = splat16(terms.initial)
         # Draw the bits of a full block, and read back one half.
         number = element + i
-        store_f32(spare, float_of_bits(dither_of(is_dither, number & ~31, k0, k1)))
+        store_f32(spare, float_of_bits(dither_of(terms, number & ~31)))
         drawn = bits_of(load_f32x16(spare + 4 * (number & 16)))
-        for term in range(terms):
-            scale = splat16(float_from_bits(load_scalar_u32(table + 4 * term)))
-            code = shift_right(load_u8x16(codes + term * stride + i), shift) & splat16(15)
+        for term in range(terms.count):
+            code = shift_right(load_u8x16(codes + term * terms.stride + i), shift) & splat16(15)
             units = to_float(code - splat16(8))
-            if is_dither:
-                mask = splat16(load_scalar_u32(masks + 4 * term))
+            if terms.is_dither:
+                mask = splat16(load_scalar_u32(terms.masks + 4 * term))
                 units = float_of_bits(shift_left(code, CODE_SHIFT) ^ (drawn ^ mask)) - splat16(
                     _DITHER_OFFSET + np.float32(8)
                 )
                 units = where_equal(code, splat16(0), splat16(ZERO), units)
-            value = value + units * scale
+            value = value + units * splat16(scale_of(terms, term))
         store_f32(total + 4 * i, value)
 
 
 @inline
-def sum_halves(
-    total, codes, origin, size, begin, end, coding, table, masks, terms, stride, start, peak,
-    is_dither, element, k0, k1, spare,
-):  # fmt: skip
+def sum_halves(total, codes, origin, size, begin, end, terms, element, peak, spare):
     """Sum a part of an int4 group; see sum_blocks."""
     packed = codes + (origin >> 1)
     if end - begin == size and size & 32 == 0:
-        return _sum_bytes(
-            total, packed, size >> 1, coding, table, masks, terms, stride, start, peak,
-            is_dither, element, k0, k1,
-        )  # fmt: skip
+        return _sum_bytes(total, packed, size >> 1, terms, element, peak)
     # A part of a group, or a group whose halves meet within a block of 32. The lower half is in the low
     # nibbles, the upper half in the high nibbles.
     middle = origin + (size >> 1)
-    lower, upper = min(end, middle) - begin, max(begin, middle)
-    dither = (is_dither, element, k0, k1)
-    _sum_nibbles(total, packed + begin - origin, lower, 0, table, masks, terms, stride, start, dither, spare)
-    dither = (is_dither, element + upper - begin, k0, k1)
+    upper = max(begin, middle)
+    skipped = upper - begin
+    _sum_nibbles(total, packed + begin - origin, min(end, middle) - begin, 0, terms, element, spare)
     _sum_nibbles(
-        total + 4 * (upper - begin), packed + upper - middle, end - upper, 4, table, masks, terms, stride,
-        start, dither, spare,
-    )  # fmt: skip
+        total + 4 * skipped, packed + upper - middle, end - upper, 4, terms, element + skipped, spare
+    )
     for i in range(0, end - begin, 32):
         peak = record(total + 4 * i, load_f32(total + 4 * i), peak)
     return peak
 
 
 @inline
-def write_masks(masks, terms, is_dither):
-    """Write the mask of each term's dither for take_off; terms are numbered like senders."""
-    for term in range(terms if is_dither else 0):
-        mask = 0
-        for bit in range(8):
-            mask |= (term >> bit & 1) << (8 - bit)
-        store_u32(masks + 4 * term, mask)
+def mask_of(sender):
+    """Return the mask of a sender's dither; see `random.dither_mask`."""
+    mask = 0
+    for bit in range(8):
+        mask |= (sender >> bit & 1) << (7 - bit)
+    return mask
 
 
 @inline
-def sum_messages(
-    total, first, count, group, codes, scales, terms, skip, stride, coding, group_size, padded, table, masks,
-    start, is_dither, element, k0, k1, spare,
-):  # fmt: skip
+def write_masks(terms):
+    """Write the mask of each term's dither for take_off; terms are numbered like senders."""
+    for term in range(terms.count if terms.is_dither else 0):
+        store_u32(terms.masks + 4 * term, mask_of(term) << 1)
+
+
+@inline
+def sum_messages(total, first, count, group, codes, scales, skip, layout, terms, element, spare):
     """Write the sums over the messages of values first .. first + count of a row; return their peaks.
 
     Args:
         group: the group of the first value.
-        codes, scales: addresses of the row in the first message; messages are `stride` bytes apart.
+        codes, scales: addresses of the row in the first message.
         skip: index of a message that does not count.
-        table: memory for one fp32 number per message.
-        masks: written by write_masks.
-        start: initial value of the sums.
-        is_dither, element, k0, k1: whether codes are dithered, the number of value 0 of the row, its keys.
+        element: number of value 0 of the row, for its dither.
     """
     peak = splat(0)
-    if not coding.has_scales:
+    if not terms.coding.has_scales:
         for i in range(0, count, 32):
-            value = splat(start)
-            for term in range(terms):
+            value = splat(terms.initial)
+            for term in range(terms.count):
                 if term != skip:
-                    value = value + load_f32(codes + term * stride + 4 * (first + i))
+                    value = value + load_f32(codes + term * terms.stride + 4 * (first + i))
             peak = record(total + 4 * i, value, peak)
         return peak
     # Received and sent groups may differ, so the range is split at the bounds of the received groups.
     stop = first + count
-    origin = group * group_size
+    origin = group * layout.group_size
     while origin < stop:
-        size = min(group_size, padded - origin)
+        size = min(layout.group_size, layout.padded_numel - origin)
         begin, end = max(origin, first), min(origin + size, stop)
-        for term in range(terms):
+        for term in range(terms.count):
             # Adding a zero of either sign does not change a sum that starts from +0.
-            scale = load_scalar_u16(scales + term * stride + 2 * group) << 16
-            store_u32(table + 4 * term, 0 if term == skip else scale)
-        peak = coding.functions.sum_group(
-            total + 4 * (begin - first), codes, origin, size, begin, end, coding, table, masks, terms, stride,
-            start, peak, is_dither, element + begin, k0, k1, spare,
-        )  # fmt: skip
+            scale = load_scalar_u16(scales + term * terms.stride + 2 * group) << 16
+            store_u32(terms.table + 4 * term, 0 if term == skip else scale)
+        target = total + 4 * (begin - first)
+        peak = terms.coding.functions.sum_group(
+            target, codes, origin, size, begin, end, terms, element + begin, peak, spare
+        )
         origin += size
         group += 1
     return peak

@@ -241,9 +241,9 @@ def subtract_quantize(
     replica: Tensor | None,
     out: Tensor,
     layout: MessageLayout,
-    clip: float,
-    blocks: Tensor | None,
-    nonfinite: Tensor | None,
+    clip: float = 1.0,
+    blocks: Tensor | None = None,
+    nonfinite: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.subtract_quantize`.
 
@@ -264,7 +264,7 @@ def dequantize_add(
     replica: Tensor,
     layout: MessageLayout,
     accumulate: bool,
-    blocks: Tensor | None,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_add`.
 
@@ -296,8 +296,8 @@ def hadamard_quantize(
     layout: MessageLayout,
     hadamard: bool,
     rounding: RoundingKey | None,
-    skip: int | None,
-    blocks: Tensor | None,
+    skip: int | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.hadamard_quantize`.
 
@@ -364,10 +364,10 @@ def dequantize_reduce_hadamard(
     hadamard: bool,
     multiplier: float,
     dither: RoundingKey | None,
-    part: int,
-    skip: int | None,
-    own: Tensor | None,
-    blocks: Tensor | None,
+    part: int = 0,
+    skip: int | None = None,
+    own: Tensor | None = None,
+    blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`.
 

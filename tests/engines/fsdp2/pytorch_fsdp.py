@@ -116,11 +116,14 @@ def attach_to_roots(test: Callable[[], str]) -> None:
 
 def run_rank(test: str, module: str, case: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Be one rank of a test: what PyTorch's test case would start, in a process prepared for it."""
+    from sdp4bit.quantization import ops
+
     pretend_accelerators()
     attach_to_roots(lambda: test)
     started = getattr(importlib.import_module(module), case)
     limit_ranks(started)
-    started._run(*args, **kwargs)
+    with ops.checked():
+        started._run(*args, **kwargs)
 
 
 class Plugin:

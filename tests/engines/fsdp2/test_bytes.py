@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.collectives import exchange
+from sdp4bit.collectives import transport
 from sdp4bit.config import ReplicaPlacement
 from tests.ranks import on_ranks, run_ranks
 from tests.tables import flat
@@ -46,11 +46,11 @@ def count_sent_bytes(per_node: int) -> Iterator[dict[str, int]]:
         sent["intra" if same_node else "inter"] += tensor.nbytes
         return original(tensor, *args, **kwargs)
 
-    exchange.dist.isend = counting
+    transport.dist.isend = counting
     try:
         yield sent
     finally:
-        exchange.dist.isend = original
+        transport.dist.isend = original
 
 
 def check_even(n: int, g: int, widths: tuple[int, int, int, int]) -> None:

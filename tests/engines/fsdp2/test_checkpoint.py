@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
-from sdp4bit.engines.fsdp2.freshness import State
+from sdp4bit.engines.fsdp2.freshness import Due
 from sdp4bit.quantization.ops import checksum
 from tests import ROOT, toy
 from tests.ranks import first_rank_warns, on_ranks, run_ranks
@@ -142,12 +142,17 @@ def assert_refreshed_in_full(job: Job, after: str = "") -> None:
 # -- resume -------------------------------------------------------------------------------------------
 
 
+def levels_of(comm: Any) -> set[tuple[Due, bool]]:
+    """Return what is due in the groups, and whether rows of a checkpoint go first."""
+    return {(group.fresh.due, group.fresh.is_from_checkpoint) for group in comm.groups}
+
+
 def save_and_go_on(folder: str, config: SDP4BitConfig, after: int) -> tuple[list[float], list[int]]:
     job = Job(config, topology=dist.get_world_size() // 2)
     job.train(BEFORE)
     job.save(f"{folder}/after-step", comm=job.comm)
     job.logits()
-    assert {comm.fresh.state for comm in job.comm.groups} == {State.CURRENT}
+    assert all(comm.fresh.is_current for comm in job.comm.groups)
     job.save(f"{folder}/after-eval", comm=job.comm.state_dict())
     return job.train(after), job.bits()
 
@@ -365,11 +370,11 @@ def test_the_documented_functions_save_resume_and_roll_back(tmp_path: Path) -> N
     dcp.save({"model": model, "optim": optimizer}, checkpoint_id=plain)
     losses = job.train(2)
 
-    for folder, state in ((with_state, State.LOADED_STEPPED), (plain, State.NEVER)):
+    for folder, due in ((with_state, (Due.TRAINED, True)), (plain, (Due.FULL, False))):
         resumed = Job(NODE, topology=1, at=1)
         documented(resumed)["load"](folder)
         assert weights_of(resumed) == weights
-        assert {comm.fresh.state for comm in resumed.comm.groups} == {state}
+        assert levels_of(resumed.comm) == {due}
         assert (resumed.train(2) == losses) == (folder == with_state)
 
     documented(job)["load"](with_state)
@@ -558,7 +563,7 @@ def test_an_edit_that_no_forward_has_used_survives_a_resume() -> None:
         resumed = toy.Run(toy.build(), toy.QUANTIZED, topology=1)
         resumed.model.load_state_dict(run.model.state_dict())
         resumed.comm.load_state_dict(run.comm.state_dict())
-        assert {comm.fresh.state for comm in resumed.comm.groups} == {State.LOADED}
+        assert levels_of(resumed.comm) == {(Due.NOTHING, True)}
         with first_rank_warns("was not saved with these weights"):
             loss = resumed.evaluate()
         assert math.isfinite(loss) and loss == run.evaluate()

@@ -282,7 +282,7 @@ def check_settings() -> None:
     assert [group.all_reduces for group in late.comm.groups] == [1] * 4
 
     bypassed = HybridRun(GRADIENTS)
-    info = bypassed.comm.groups[1].view._group.mesh_info
+    info = bypassed.comm.groups[1].view._fsdp_group.mesh_info
     info.replicate_process_group = bypassed.replicas
     with first_rank_warns(r"not over the replicate dimension since \(blocks\.0\)"):
         bypassed.train(1)

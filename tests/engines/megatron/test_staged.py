@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sdp4bit.collectives import exchange
+from sdp4bit.collectives import transport
 from sdp4bit.engines.megatron import api, handle
 from sdp4bit.engines.megatron.patches import GroupPatch
 from tests.engines.megatron.runs import STOCHASTIC, MegatronRun
@@ -40,7 +40,7 @@ def one_queue(has: bool) -> Any:
 def train(staged: bool, **options: Any) -> tuple[MegatronRun, list[Event]]:
     """Three steps with gradients that overlap; and what the last one did."""
     events: list[Event] = []
-    start_all_to_all, start_grad_sync = exchange.start_all_to_all, GroupPatch.start_grad_sync
+    start_all_to_all, start_grad_sync = transport.start_all_to_all, GroupPatch.start_grad_sync
 
     def transfer(received: Any, sent: Any, group: Any, *, what: str, **more: Any) -> Any:
         name, level = re.fullmatch(r"quantized .* of (\S+), all-to-all (.*)", what).groups()
@@ -53,7 +53,7 @@ def train(staged: bool, **options: Any) -> tuple[MegatronRun, list[Event]]:
 
     with (
         one_queue(staged),
-        mock.patch.object(exchange, "start_all_to_all", transfer),
+        mock.patch.object(transport, "start_all_to_all", transfer),
         mock.patch.object(GroupPatch, "start_grad_sync", hook),
     ):
         run = MegatronRun(ONE_SLICE, overlap=True, **{**LAYERS, **options}).train(2)
@@ -66,8 +66,8 @@ def train(staged: bool, **options: Any) -> tuple[MegatronRun, list[Event]]:
 
 
 def bytes_of_messages(run: MegatronRun) -> int:
-    exchanges = [comm.reduction.exchange for comm in run.comm.groups]
-    (scratch,) = {exchange._scratch for exchange in exchanges}
+    transports = [comm.reduction.transport for comm in run.comm.groups]
+    (scratch,) = {each._scratch for each in transports}
     return sum(buffer.numel() for buffer in scratch._buffers.values())
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sdp4bit.collectives import exchange
+from sdp4bit.collectives import transport
 from sdp4bit.config import GradientConfig
 from sdp4bit.traffic import Grid
 from sdp4bit_lab.cli import main
@@ -38,7 +38,7 @@ def run_probe(config: ProbeConfig) -> tuple[dict[str, Any], int]:
         sent += tensor.nbytes
         return original(tensor, *args, **kwargs)
 
-    with patch.object(exchange.dist, "isend", counting):
+    with patch.object(transport.dist, "isend", counting):
         return probe(config, ranks=this_rank()), sent
 
 

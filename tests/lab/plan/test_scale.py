@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sdp4bit import GradientConfig, SDP4BitConfig
-from sdp4bit.collectives.host import hops_of
-from sdp4bit.collectives.pipeline import pipeline_chunks
+from sdp4bit.collectives.host import exchanges_of
+from sdp4bit.collectives.plan import pipeline_chunks
 from sdp4bit.traffic import Grid
 from sdp4bit_lab.plan.costs import Cluster
 from sdp4bit_lab.plan.devices import DEVICES, DeviceName, Operator, Work
@@ -66,7 +66,7 @@ def test_latencies_are_those_of_nccl_s_table(
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 128, 129, 8000])
 def test_an_agreement_takes_the_hops_of_the_library(ranks: int) -> None:
-    longest = max(len(hops_of(rank, size=ranks)) for rank in range(ranks))
+    longest = max(len(exchanges_of(rank, size=ranks)) for rank in range(ranks))
     assert Latency().agreement(ranks=ranks) == pytest.approx(longest * 25e-6)
     assert Latency(message=1e-3).agreement(ranks=ranks) == pytest.approx(longest * 1e-3)
 
@@ -141,7 +141,7 @@ def quantized_seconds(model: str, nodes: int, *, link: float) -> float:
     return (
         max(compute / 3, count * (inside + refresh))
         + max(compute * 2 / 3, count * (inside + gradients))
-        + len(hops_of(0, size=GPUS * nodes)) * 25e-6
+        + len(exchanges_of(0, size=GPUS * nodes)) * 25e-6
         + kernels / KERNEL_RATE
     )
 

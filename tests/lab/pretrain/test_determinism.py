@@ -58,7 +58,7 @@ def recorded() -> Iterator[dict[str, Bits]]:
 
     def record_and_remove(self: FSDPCommHandle) -> None:
         for comm in self.groups:
-            for parameter in comm.view._group.fsdp_params:
+            for parameter in comm.view._fsdp_group.fsdp_params:
                 bits["weights"].add(parameter.sharded_param.to_local())
             assert comm.replica is not None
             bits["own rows"].add(comm.replica.own_shard)

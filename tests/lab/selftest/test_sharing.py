@@ -226,7 +226,7 @@ def test_a_wrong_value_of_any_collective_fails_on_all_ranks() -> None:
 
 def _wrong_weights(right: Callable[[FSDPCommHandle], None]) -> Callable[[FSDPCommHandle], None]:
     def remove(handle: FSDPCommHandle) -> None:
-        held = [param.sharded_param for param in handle._state.groups[0].view._group.fsdp_params]
+        held = [param.sharded_param for param in handle._state.groups[0].view._fsdp_group.fsdp_params]
         right(handle)
         with torch.no_grad():
             for parameter in held:

@@ -1,0 +1,414 @@
+"""Levels of a refresh decide like a table of states and events, which this file holds as data.
+
+Layer: pure functions over groups without a model, no process.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Flags, Freshness
+from sdp4bit.engines.fsdp2.row import Row, RowParam
+from tests import ROOT
+
+# -- the model: states of a replica -------------------------------------------------------------------
+
+# The next state, by the state (row) and the event (column); "." if it stays.
+TABLE = """
+                STEP            SMALL_EDIT  LARGE     NONFINITE   LOADED    REQUESTED  MISFIT
+NEVER           .               .           .         .           .         .          .
+CURRENT         STEPPED         EDITED      FULL_DUE  .           FULL_DUE  FULL_DUE   .
+STEPPED         .               EDITED      FULL_DUE  NOT_FINITE  FULL_DUE  FULL_DUE   .
+EDITED          .               .           FULL_DUE  NOT_FINITE  FULL_DUE  FULL_DUE   .
+CHECKPOINT      AND_STEPPED     .           .         .           .         FULL_DUE   FULL_DUE
+AND_STEPPED     .               .           FULL_DUE  .           .         FULL_DUE   FULL_DUE
+FULL_DUE        .               .           .         .           .         .          .
+NOT_FINITE      .               .           .         .           FULL_DUE  FULL_DUE   .
+"""
+# The rows in full precision of the next gather, and the part whose difference follows.
+REFRESHES = {
+    "NEVER": ("main", None),
+    "CURRENT": (None, None),
+    "STEPPED": (None, "trained"),
+    "EDITED": (None, "row"),
+    "CHECKPOINT": ("checkpoint", None),
+    "AND_STEPPED": ("checkpoint", "trained"),
+    "FULL_DUE": ("main", None),
+    "NOT_FINITE": ("main", None),
+}
+REASONS = {
+    "LARGE": "weights changed by more than 1/128 of their norm",
+    "NONFINITE": "the refresh before held NaN or infinity",
+    "LOADED": "weights were loaded",
+    "REQUESTED": "requested (resync, full_precision, audit), interrupted, or due on another rank",
+    "MISFIT": "the loaded state belongs to other weights, ranks or nodes",
+}
+HEADER, *LINES = (line.split() for line in TABLE.strip().splitlines())
+NEXT = {state: dict(zip(HEADER, cells, strict=True)) for state, *cells in LINES}
+
+
+@dataclass
+class Model:
+    """The state of a replica, and why its refresh is in full precision."""
+
+    state: str = "NEVER"
+    reason: str = "first use"
+    knows_frozen: bool = False  # a checkpoint without a step does not name the trainable params
+
+    @property
+    def refresh(self) -> tuple[str | None, str | None]:
+        full, difference = REFRESHES[self.state]
+        return full, "row" if difference and not self.knows_frozen else difference
+
+    def apply(self, event: str) -> None:
+        after = NEXT[self.state][event]
+        if after != ".":
+            self.state = after
+            if after in ("FULL_DUE", "NOT_FINITE"):
+                self.reason = REASONS[event]
+
+    def load_state(self, *, stepped: bool) -> None:
+        self.state, self.reason = "AND_STEPPED" if stepped else "CHECKPOINT", "rows of a checkpoint"
+        self.knows_frozen = stepped
+
+    def gather(self) -> bool:
+        """Return whether a refresh was due."""
+        is_due = self.state != "CURRENT"
+        self.state, self.knows_frozen = "CURRENT", self.knows_frozen or is_due
+        return is_due
+
+    def edit(self, *, large: bool, edited: bool, evaluates: bool, direct: bool) -> None:
+        """Apply a change of weights, if its size is measured: after an edit, and in evaluation."""
+        held = self.state in ("CURRENT", "STEPPED", "EDITED")
+        pending = self.state in ("STEPPED", "EDITED", "AND_STEPPED")
+        if (edited and held) or (evaluates and pending and not direct):
+            if large or (edited and direct):
+                self.apply("LARGE")
+            elif edited:
+                self.apply("SMALL_EDIT")
+
+
+# -- two ranks with a group ---------------------------------------------------------------------------
+
+TRAINABLE = frozenset({0})
+
+
+class Ranks:
+    """The decisions of two ranks, which agree as `FSDPModelState` does, beside the model."""
+
+    def __init__(self) -> None:
+        params = [
+            RowParam(name=name, start=4 * i, end=4 * i + 4, numel=4, dim=2, holds_bits=False)
+            for i, name in enumerate(("trainable", "frozen"))
+        ]
+        self.main = torch.arange(8.0)
+        self.view: Any = SimpleNamespace(
+            row=Row(params, kinds=[0, 0]),
+            device=self.main.device,
+            module=SimpleNamespace(training=True),
+            requiring_grad=lambda: TRAINABLE,
+            has_gradient=lambda chosen: bool(chosen),
+            fingerprints=lambda: torch.tensor([1, 2]),
+        )
+        self.all = [Freshness(self.view, nodes=2) for _ in range(2)]
+        self.model = Model()
+
+    def copied(self) -> Ranks:
+        other = copy.copy(self)
+        other.all = [copy.copy(fresh) for fresh in self.all]
+        for fresh in other.all:
+            fresh.seen = replace(fresh.seen)
+        other.model = replace(self.model)
+        return other
+
+    def agree(
+        self,
+        *,
+        torn: Sequence[bool] = (False, False),
+        edited: Sequence[bool] = (False, False),
+        nonfinite: bool = False,
+        misfit: bool = False,
+        evaluates: bool = False,
+        direct: bool = False,
+        large: bool = False,
+    ) -> list[bool]:
+        """Let the ranks agree; return which of them have refused the rows of a checkpoint."""
+        self.view.module.training = not evaluates
+        seen = [
+            fresh.flags(edited=edited[rank], is_torn=torn[rank], has_gradients=False)
+            for rank, fresh in enumerate(self.all)
+        ]
+        flags = Flags(*(max(column) for column in zip(*seen, strict=True)))
+        flags = flags._replace(nonfinite=flags.nonfinite or nonfinite, misfit=flags.misfit or misfit)
+        refused = []
+        for fresh in self.all:
+            refused.append(fresh.agree(flags))
+            if fresh.needs_size(flags, sends_differences=not direct):
+                fresh.agree_on_size(flags, is_large=large, sends_differences=not direct)
+        return refused
+
+    def load_state(self, *, stepped: bool, misfits: Sequence[bool] = (False, False)) -> None:
+        marks, due = self.all[0].fingerprints().unsqueeze(1), TRAINABLE if stepped else frozenset[int]()
+        for fresh, misfit in zip(self.all, misfits, strict=True):
+            fresh.load(self.main.clone(), fingerprints=marks + int(misfit), due=due)
+
+    def gather(self, *, nonfinite: Sequence[bool] = (False, False)) -> bool:
+        """Send what is due; return whether anything was."""
+        refreshes = [fresh.refresh() for fresh in self.all]
+        for fresh, refresh, bad in zip(self.all, refreshes, nonfinite, strict=True):
+            if refresh is not None:
+                fresh.sent(refresh, self.main, nonfinite=torch.tensor(bad))
+        return any(refreshes)
+
+    def check(self) -> None:
+        """Every rank will send the refresh of the model, for its reason."""
+        for fresh in self.all:
+            refresh = fresh.refresh()
+            full, difference = None, None
+            if refresh is not None and refresh.is_full:
+                full = "main" if refresh.loaded is None else "checkpoint"
+            if refresh is not None and refresh.is_difference:
+                difference = "row" if refresh.ranges is None else "trained"
+                assert refresh.ranges in (None, [(0, 4)])
+            assert (full, difference) == self.model.refresh, self.model
+            assert fresh.full_reason == self.model.reason
+            assert fresh.holds_nonfinite == (self.model.reason == REASONS["NONFINITE"])
+            params = {None: frozenset[int](), "trained": TRAINABLE, "row": frozenset({0, 1})}
+            assert fresh.due_params() == params[difference]
+            assert fresh.is_current == (self.model.state == "CURRENT")
+            assert (fresh.loaded_row is not None) == (full == "checkpoint")
+
+
+# -- one event after another --------------------------------------------------------------------------
+
+EVENTS: dict[str, Callable[[Ranks], object]] = {}
+"""Each lets one of the ranks see an event, and both agree."""
+
+
+def event(act: Callable[[Ranks], object]) -> Callable[[Ranks], object]:
+    EVENTS[act.__name__] = act
+    return act
+
+
+@event
+def step(ranks: Ranks) -> None:
+    ranks.all[0].note_step(by_hand=True)
+    ranks.agree()
+    ranks.model.apply("STEP")
+
+
+@event
+def edit(ranks: Ranks) -> None:
+    ranks.agree(edited=(False, True))
+    ranks.model.edit(large=False, edited=True, evaluates=False, direct=False)
+
+
+@event
+def large_edit(ranks: Ranks) -> None:
+    ranks.agree(edited=(True, False), large=True)
+    ranks.model.edit(large=True, edited=True, evaluates=False, direct=False)
+
+
+@event
+def edit_in_evaluation(ranks: Ranks) -> None:
+    ranks.agree(edited=(True, False), evaluates=True)
+    ranks.model.edit(large=False, edited=True, evaluates=True, direct=False)
+
+
+@event
+def large_change_in_evaluation(ranks: Ranks) -> None:
+    ranks.agree(evaluates=True, large=True)
+    ranks.model.edit(large=True, edited=False, evaluates=True, direct=False)
+
+
+@event
+def edit_of_values_sent_directly(ranks: Ranks) -> None:
+    ranks.agree(edited=(False, True), evaluates=True, direct=True)
+    ranks.model.edit(large=False, edited=True, evaluates=True, direct=True)
+
+
+@event
+def nan(ranks: Ranks) -> None:
+    ranks.agree(nonfinite=True)
+    ranks.model.apply("NONFINITE")
+
+
+@event
+def weights_loaded(ranks: Ranks) -> None:
+    ranks.all[1].seen.was_loaded = True
+    ranks.agree()
+    ranks.model.apply("LOADED")
+
+
+@event
+def resync(ranks: Ranks) -> None:
+    for fresh in ranks.all:
+        fresh.raise_to(Due.FULL, REQUESTED)
+    ranks.model.apply("REQUESTED")
+
+
+@event
+def interrupted(ranks: Ranks) -> None:
+    ranks.agree(torn=(False, True))
+    ranks.model.apply("REQUESTED")
+
+
+@event
+def state_loaded(ranks: Ranks) -> None:
+    ranks.load_state(stepped=False)
+    ranks.model.load_state(stepped=False)
+
+
+@event
+def stepped_state_loaded(ranks: Ranks) -> None:
+    ranks.load_state(stepped=True)
+    ranks.model.load_state(stepped=True)
+
+
+@event
+def misfit(ranks: Ranks) -> None:
+    """The row of one rank is found not to fit its weights."""
+    ranks.all[1].loaded_fingerprints = None
+    refused = ranks.agree()
+    assert refused == [ranks.model.state in ("CHECKPOINT", "AND_STEPPED")] * 2
+    ranks.model.apply("MISFIT")
+
+
+@event
+def misfit_of_another_group(ranks: Ranks) -> None:
+    refused = ranks.agree(misfit=True)
+    assert refused == [ranks.model.state in ("CHECKPOINT", "AND_STEPPED")] * 2
+    ranks.model.apply("MISFIT")
+
+
+@event
+def gather(ranks: Ranks) -> None:
+    assert ranks.gather() == ranks.model.gather()
+
+
+def walks(ranks: Ranks, *, steps: int) -> Iterator[Ranks]:
+    """Yield the ranks after every sequence of at most so many events."""
+    yield ranks
+    if steps:
+        for act in EVENTS.values():
+            after = ranks.copied()
+            act(after)
+            yield from walks(after, steps=steps - 1)
+
+
+def test_every_short_sequence_of_events_is_decided_like_the_table() -> None:
+    count, states = 0, set()
+    for ranks in walks(Ranks(), steps=3):
+        ranks.check()
+        count += 1
+        states.add(ranks.model.state)
+    assert count == sum(len(EVENTS) ** length for length in range(4)) and states == {*NEXT}
+
+
+def check_step_before_agreement(ranks: Ranks) -> None:
+    """A checkpoint saved after a step holds that the step is due, unless something else is already."""
+    fresh = ranks.copied().all[0]
+    before = fresh.due_params()
+    fresh.note_step(by_hand=True)
+    assert fresh.due_params() == (TRAINABLE if fresh.is_current else before)
+
+
+def test_every_event_in_every_state_is_decided_like_the_table() -> None:
+    """From each state and with each reason, however many events lead to it."""
+    found, waiting = [Model()], [Ranks()]
+    while waiting:
+        ranks = waiting.pop()
+        for act in EVENTS.values():
+            after = ranks.copied()
+            act(after)
+            after.check()
+            check_step_before_agreement(after)
+            if after.model not in found:
+                found.append(after.model)
+                waiting.append(after)
+    assert {model.state for model in found} == {*NEXT}
+
+
+# -- several events in one agreement ------------------------------------------------------------------
+
+
+def test_long_random_sequences_with_several_events_at_once_are_decided_like_the_table() -> None:
+    """Ranks see different events before they agree, and NaN stays in the replica until the next refresh."""
+    draw = random.Random(0)
+
+    def some(probability: float = 0.1) -> tuple[bool, bool]:
+        return draw.random() < probability, draw.random() < probability
+
+    for _ in range(20):
+        ranks, holds_nan = Ranks(), False
+        for _ in range(100):
+            if draw.random() < 0.1:
+                stepped, misfits = draw.random() < 0.5, some()
+                ranks.load_state(stepped=stepped, misfits=misfits)
+                ranks.model.load_state(stepped=stepped)
+            else:
+                misfits = (False, False)
+            torn, edited, stepping, loaded = some(), some(), some(0.3), some()
+            for fresh, steps, loads in zip(ranks.all, stepping, loaded, strict=True):
+                if steps:
+                    fresh.note_step(by_hand=True)
+                fresh.seen.was_loaded = loads
+            size = {name: draw.random() < 0.3 for name in ("large", "evaluates", "direct")}
+            ranks.agree(torn=torn, edited=edited, **size)
+            seen = {
+                "REQUESTED": any(torn),
+                "STEP": any(stepping),
+                "LOADED": any(loaded),
+                "NONFINITE": holds_nan,
+                "MISFIT": any(misfits),
+            }
+            for name in (name for name, is_seen in seen.items() if is_seen):
+                ranks.model.apply(name)
+            ranks.model.edit(edited=any(edited), **size)
+            ranks.check()
+            if draw.random() < 0.7:
+                nonfinite = some()
+                is_sent = ranks.gather(nonfinite=nonfinite)
+                assert is_sent == ranks.model.gather()
+                holds_nan = any(nonfinite) if is_sent else holds_nan
+                ranks.check()
+
+
+def test_ranks_that_differ_agree_on_the_highest_level() -> None:
+    """A refresh that an exception has kept from one rank is repeated by all."""
+    for mine in Due:
+        for other in Due:
+            ranks = Ranks()
+            ranks.gather()
+            for fresh, level in zip(ranks.all, (mine, other), strict=True):
+                fresh.raise_to(level, "a reason")
+            ranks.agree()
+            assert [fresh.due for fresh in ranks.all] == [max(mine, other)] * 2
+            reasons = {fresh.full_reason for fresh in ranks.all}
+            if Due.FULL in (mine, other):
+                assert reasons == ({"a reason"} if mine == other else {"a reason", REQUESTED})
+
+
+def test_events_only_raise_the_level() -> None:
+    for first in Due:
+        for second in Due:
+            ranks = Ranks()
+            ranks.gather()
+            fresh = ranks.all[0]
+            fresh.raise_to(first)
+            fresh.raise_to(second)
+            assert fresh.due == max(first, second)
+
+
+def test_the_documentation_lists_the_levels() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("\n### Levels of a refresh\n")[2].partition("\n#")[0]
+    assert re.findall(r"^\* \*\*`([A-Z]+)`\*\*", section, flags=re.MULTILINE) == [level.name for level in Due]
