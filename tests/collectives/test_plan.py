@@ -187,7 +187,7 @@ def planned(*plans: Plan) -> Counter[str]:
 
 
 def run_collectives() -> None:
-    """Each collective launches what its plan says and counts the bytes that it says."""
+    """Operators that run and bytes that are counted are those of the plan."""
     rank = dist.get_rank()
     for nodes, per_node in ((2, 2), (4, 1)):
         for chunks in (1, 3):
