@@ -6,6 +6,7 @@ Layer: no process, except for the tests of the start of a process.
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -139,6 +140,10 @@ def compile_one(folder: Path, *, seconds: float) -> subprocess.Popen[str]:
     )
 
 
+OTHER_VERSION = pickle.dumps(numba.__version__) + b"\x80\x04\x8c\x03sys\x8c\x04Gone\x93."
+"""Names a class that does not exist."""
+
+
 class TestCompilation:
     """Processes of one machine that need the same kernel at once."""
 
@@ -149,6 +154,19 @@ class TestCompilation:
         assert (tmp_path / "log").read_text().count("\n") == 1
         assert errors.count("\n") == 1
         assert errors.startswith("sdp4bit: compiling CPU kernels that are not in the cache (3 to ")
+
+    @pytest.mark.parametrize(
+        "index", [b"", b"garbage", OTHER_VERSION], ids=["empty", "garbage", "of another version"]
+    )
+    def test_a_damaged_index_of_the_cache_is_replaced(self, tmp_path, index):
+        for expected in (1, 2, 2):
+            process = compile_one(tmp_path, seconds=0)
+            errors = process.communicate(timeout=120)[1]
+            assert process.returncode == 0, errors
+            assert (tmp_path / "log").read_text().count("\n") == expected
+            if expected == 1:
+                (path,) = (tmp_path / "cache").rglob("*.nbi")
+                path.write_bytes(index)
 
     def test_the_others_continue_if_it_is_killed(self, tmp_path):
         log = tmp_path / "log"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -342,12 +343,22 @@ def _compile(decorator: Callable[..., Any], function: Callable[..., None], *args
     except RuntimeError:  # numba has no writable cache directory
         _announce(None, "in every process, because numba cannot write its cache: set NUMBA_CACHE_DIR")
         return build()
+
+    def cached() -> Any:
+        try:
+            return build(cache=True, pipeline_class=_CachedOnly)
+        except (AttributeError, EOFError, ImportError, pickle.UnpicklingError):
+            # The index is damaged, or names classes of another version of this library.
+            for index in folder.glob(f"*.{function.__qualname__}-*.nbi"):
+                index.unlink(missing_ok=True)
+            raise _NotCachedError from None
+
     with suppress(_NotCachedError):
-        return build(cache=True, pipeline_class=_CachedOnly)
+        return cached()
     with _locked(folder / "sdp4bit-kernels.lock") as lock:
         # Another process may have compiled it meanwhile.
         with suppress(_NotCachedError):
-            return build(cache=True, pipeline_class=_CachedOnly)
+            return cached()
         _announce(lock, "that are not in the cache")
         try:
             return build(cache=True)

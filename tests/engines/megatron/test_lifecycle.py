@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from sdp4bit import AuditConfig, ReplicaMismatchError, SDP4BitConfig
 from sdp4bit.collectives.weight_replica import WeightReplica
+from sdp4bit.quantization import ops
 from tests.engines.megatron.runs import (
     EXACT_AND_CLOSE,
     FP16,
@@ -95,10 +96,14 @@ def test_an_exception_in_a_refresh_leaves_equal_replicas() -> None:
     """All ranks repeat it after the next step, in full precision if it had begun on one of them."""
     for config in (LOSSLESS, QUANTIZED):
         run = MegatronRun(config, topology=1).train(1)
-        for name, ranks in (("_start", (0, 1)), ("apply", (0, 1)), ("apply", (1,))):
-            if name == "apply" and config is LOSSLESS:
+        for owner, name, ranks in (
+            (WeightReplica, "_start", (0, 1)),
+            (ops, "dequantize_add", (0, 1)),
+            (ops, "dequantize_add", (1,)),
+        ):
+            if owner is ops and config is LOSSLESS:
                 continue  # copies rows instead
-            real, here, failed = getattr(WeightReplica, name), dist.get_rank() in ranks, list[str]()
+            real, here, failed = getattr(owner, name), dist.get_rank() in ranks, list[str]()
 
             def fail(*args: Any, **given: Any) -> Any:
                 if here and not failed:  # noqa: B023
@@ -108,7 +113,7 @@ def test_an_exception_in_a_refresh_leaves_equal_replicas() -> None:
 
             run.backward()
             raised = pytest.raises(torch.OutOfMemoryError) if here else nullcontext()
-            with mock.patch.object(WeightReplica, name, fail), raised:
+            with mock.patch.object(owner, name, fail), raised:
                 run.step()
             full = run.comm.stats()["full_refreshes"]
             run.train(1)
