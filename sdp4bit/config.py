@@ -297,7 +297,7 @@ class AlertConfig:
         return replace(self, gradient_error=gradient, weight_error=weight)
 
 
-PRESETS = (
+Preset = Literal[
     "sdp4bit",
     "sdp4bit-w3g3.5",
     "sdp4bit-w2g3",
@@ -309,7 +309,8 @@ PRESETS = (
     "ulq",
     "tlq",
     "tlq-hs",
-)
+]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
 """Names for `SDP4BitConfig.preset`: our own, then the paper's method and its ablation (Table 6)."""
 
 
@@ -392,7 +393,7 @@ class SDP4BitConfig:
         tlq_hs = GradientConfig(inter_rounding="stochastic", exact_own=False)
         tlq = replace(tlq_hs, hadamard=False)
         paper = functools.partial(cls, weights=None, gradients=None, separate_parameters=False)
-        presets = {
+        presets: dict[str, SDP4BitConfig] = {
             "baseline": paper(),
             "qw": paper(weights=WeightConfig(mode="direct")),
             "qwd": paper(weights=differences),

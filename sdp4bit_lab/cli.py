@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sdp4bit_lab.selftest.config import SelftestConfig
 
 _CONFIG_FILE = ("yaml",) if sys.version_info >= (3, 11) else ("yaml", "tomli")
-_TRAINING = ("tyro", "rich", "tensorboard", "tokenizers", *_CONFIG_FILE)
+_TRAINING = ("rich", "safetensors", "tensorboard", "tokenizers", *_CONFIG_FILE)
 _ABOUT = (
     "4-bit communication for sharded data parallel training. `sdp4bit COMMAND --help` shows the common "
     "options, `--help-all` all of them, and `sdp4bit --version` the version."
@@ -66,7 +66,7 @@ class Command:
         Raises:
             SettingError: conflicting options, or a missing package.
         """
-        from sdp4bit_lab.common.options import parse_with_tyro, parse_without_tyro
+        from sdp4bit_lab.common.options import check_known, parse, primary_flags
 
         missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
@@ -77,10 +77,19 @@ class Command:
             raise SystemExit(0)
         if "yaml" in self.packages:
             options = self._with_config_file(settings, options)
-        if self.takes_reference_flags:
-            return self._parse_with_reference_flags(settings, options, prog=prog)
-        parse = parse_with_tyro if "tyro" in self.packages else parse_without_tyro
-        return parse(settings, options, prog=prog)
+        if not self.takes_reference_flags:
+            return parse(settings, options, prog=prog)
+        from sdp4bit_lab.pretrain.config.reference_flags import size_problems, translate
+
+        translation = translate(options, known=primary_flags(settings))
+        check_known(settings, translation.options, prog=prog, problems=translation.problems)
+        parsed: Any = parse(settings, translation.options, prog=prog)
+        shape = parsed.model.shape(vocabulary=1, sequence_length=1)
+        if problems := size_problems(translation.sizes, shape):
+            raise SettingError("; ".join(problems))
+        if translation.note and os.environ.get("RANK", "0") == "0":
+            print(f"sdp4bit: {translation.note}", file=sys.stderr)
+        return parsed
 
     def _with_config_file(self, settings: type, options: Sequence[str]) -> Sequence[str]:
         from sdp4bit_lab.common.config_file import expand_config_file
@@ -90,10 +99,9 @@ class Command:
         if self.takes_reference_flags:
             from sdp4bit_lab.pretrain.config.reference_flags import reference_flags
 
-            for flag, is_switch in reference_flags().items():
-                names[flag] = flag
-                if is_switch:
-                    switches[flag] = ""
+            flags = reference_flags()
+            names |= {flag: flag for flag in flags}
+            switches |= {flag: "" for flag, is_switch in flags.items() if is_switch}
         return expand_config_file(options, names=names, switches=switches)
 
     def _print_help(self, settings: type, *, prog: str, shown: Sequence[str]) -> None:
@@ -107,20 +115,6 @@ class Command:
             others.insert(0, "Flags of Megatron-LM and of the reference implementation:")
         text = format_help(settings, prog=prog, description=self.description, shown=shown, others=others)
         print(text, end="", flush=True)
-
-    def _parse_with_reference_flags(self, settings: type, options: Sequence[str], *, prog: str) -> Any:
-        from sdp4bit_lab.common.options import check_known, parse_with_tyro, primary_flags
-        from sdp4bit_lab.pretrain.config.reference_flags import size_problems, translate
-
-        translation = translate(options, known=primary_flags(settings))
-        check_known(settings, translation.options, prog=prog, problems=translation.problems)
-        parsed: Any = parse_with_tyro(settings, translation.options, prog=prog)
-        shape = parsed.model.shape(vocabulary=1, sequence_length=1)
-        if problems := size_problems(translation.sizes, shape):
-            raise SettingError("; ".join(problems))
-        if translation.note and os.environ.get("RANK", "0") == "0":
-            print(f"sdp4bit: {translation.note}", file=sys.stderr)
-        return parsed
 
 
 COMMANDS: dict[str, Command] = {}
@@ -208,7 +202,7 @@ def _demo(config: DemoConfig) -> int:
     "export",
     summary="write a checkpoint as a Hugging Face model",
     settings="sdp4bit_lab.pretrain.config.checkpoint:ExportConfig",
-    packages=("tyro", "rich", "safetensors", "tokenizers"),
+    packages=("rich", "safetensors", "tokenizers"),
 )
 def _export(config: ExportConfig) -> int:
     """Write a checkpoint's model and tokenizer as a Hugging Face GPT-2 model: config.json, model.safetensors
@@ -226,7 +220,7 @@ def _export(config: ExportConfig) -> int:
     "preprocess",
     summary="tokenize documents for --data-path",
     settings="sdp4bit_lab.pretrain.data.preprocess:PreprocessConfig",
-    packages=("tyro", "rich", "tokenizers"),
+    packages=("rich", "tokenizers"),
 )
 def _preprocess(config: PreprocessConfig) -> int:
     """Tokenize documents (.jsonl, plain text) into Megatron's .bin/.idx files, which --data-path reads."""
@@ -240,7 +234,7 @@ def _preprocess(config: PreprocessConfig) -> int:
     "plan",
     summary="predict the gain on a cluster",
     settings="sdp4bit_lab.plan.config:PlanConfig",
-    packages=("tyro", "rich", "matplotlib", *_CONFIG_FILE),
+    packages=("rich", "matplotlib", *_CONFIG_FILE),
     shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
     device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json plot""",
 )
@@ -257,7 +251,7 @@ def _plan(config: PlanConfig) -> int:
     "probe",
     summary="measure a cluster for plan",
     settings="sdp4bit_lab.plan.config:ProbeConfig",
-    packages=("tyro", *_CONFIG_FILE),
+    packages=_CONFIG_FILE,
 )
 def _probe(config: ProbeConfig) -> int:
     """Measure intra-node and inter-node bandwidth and quantization speed for `sdp4bit plan --probe`. Starts
@@ -293,7 +287,7 @@ def _selftest(config: SelftestConfig) -> int:
     "report",
     summary="write an HTML page about training runs",
     settings="sdp4bit_lab.report.command:ReportConfig",
-    packages=("tyro", "jinja2", "plotly", "rich", "scipy"),
+    packages=("jinja2", "plotly", "rich", "scipy"),
 )
 def _report(config: ReportConfig) -> int:
     """Write an HTML page about training runs: loss, inter-node bytes and training stability. Reads the --out

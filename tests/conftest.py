@@ -205,7 +205,7 @@ def _operators_check_their_arguments() -> Iterator[None]:
         yield
 
 
-PACKAGES = ("tyro", "rich", "matplotlib", "tokenizers", "scipy", "jinja2", "yaml")
+PACKAGES = ("rich", "matplotlib", "tokenizers", "scipy", "jinja2", "yaml")
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 NEEDING = (
     *("compare/*", "report/*", "plan/test_[cdp]*.py"),

@@ -91,7 +91,7 @@ class MeanSample:
 
 
 class GroupPlan(NamedTuple):
-    """What a parameter group communicates in a step; prints itself."""
+    """The plans of a parameter group; prints itself."""
 
     weights: RefreshPlan | str
     """Of the last refresh, or the reason why there is none."""

@@ -423,7 +423,7 @@ class QuantizedReduceScatter:
             # 2**15 apart are not reduced at the same time.
             tag=(self.bucket % (1 << 15) << 16) + chunk.index,
             overlaps=chunk.overlaps,
-            skips_own=self.exact_own and hop is self.hops[-1],
+            skips_own=self.exact_own and transfer is chunk.transfers[-1],
             what=self._what[hop.level],
         )
         self.traffic.count(transfer.nbytes, level=hop.level, padding_bytes=transfer.padding_bytes)

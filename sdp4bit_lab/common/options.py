@@ -1,20 +1,23 @@
-"""List the options of a settings class, format `--help`, and report parsing errors in one line."""
+"""Options of a command from the fields of its settings class, by argparse: parsing, `--help`, error lines.
+
+tyro's own help and errors were tried. They list `{None}|INT` and `(default: None)`, and take up to ten lines
+for a wrong value. With its subcommands, `sdp4bit --help` imports the settings of all commands.
+"""
 
 from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import difflib
 import inspect
-import io
 import itertools
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sdp4bit_lab.common.settings import SettingError, option_flags, require
 
@@ -30,30 +33,79 @@ class Option:
     section: str
     """Field that holds its settings class; empty for the command's own class."""
     name: str
-    flags: list[str]
+    flags: Sequence[str]
     """Primary flag first; a word without dashes for a positional argument."""
-    value: str
-    """Type or choices; empty for a switch."""
+    kinds: Sequence[Any]
+    """Types of a value; values get the first type, and the help names the last."""
+    is_list: bool
     default: str
     """Default value, or the text after "Default:" in the docstring; empty for none."""
     text: str
-    is_required: bool = False
+    is_required: bool
+
+    @property
+    def value(self) -> str:
+        """Type or choices; empty for a switch."""
+        kind, more = self.kinds[-1], " ..." if self.is_list else ""
+        if get_origin(kind) is Literal:
+            return "{" + ",".join(map(str, get_args(kind))) + "}" + more
+        return {bool: "", int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT") + more
+
+    def read(self, text: str, *, flag: str) -> Any:
+        """Convert a value; SettingError names the flag as it was typed, and the expected values."""
+        kind = self.kinds[0]
+        if get_origin(kind) is Literal:
+            choices = {str(choice): choice for choice in get_args(kind)}
+            if text in choices:
+                return choices[text]
+            parts = [part for part in re.split(r"[.;] ", self.text) if part.startswith("auto")]
+            about_auto = f" ({parts[0].rstrip('.')})" if parts else ""
+            raise SettingError(f"{flag} {text}: use one of {', '.join(choices)}{about_auto}")
+        try:
+            return kind(text)
+        except ValueError:
+            expected = "an integer" if kind is int else "a number"
+            raise SettingError(f"{flag} {text}: {expected} is expected") from None
+
+    def add_to(self, group: Any, *, is_short: bool) -> None:
+        """Add the option to a group of argparse, with all of its text or with the first sentence."""
+        flags, text, value, place = self.flags, self.text, self.value, f"{self.section}.{self.name}"
+        if is_short:
+            text = re.split(r"[.;:](?= |$)", text, maxsplit=1)[0]
+            # Long lists of choices would push every text to the right.
+            text += f": {value.strip('{}').replace(',', ', ')}." if value.startswith("{") else "."
+            value, flags = "NAME" if value.startswith("{") else value, flags[:1]
+        text = (text + f" (default: {self.default})" * bool(self.default)).replace("%", "%%")
+        if not value:
+            group.add_argument(*flags, dest=place, action="store_true", help=text)
+            off = [f"--no-{flag[2:]}" for flag in flags]
+            group.add_argument(*off, dest=place, action="store_false", help=argparse.SUPPRESS)
+            return
+        options = {"nargs": "*" if self.is_list else None, "help": text}
+        if flags[0].startswith("-"):
+            group.add_argument(*flags, dest=place, metavar=value.removesuffix(" ..."), **options)
+        else:
+            group.add_argument(place, metavar=flags[0], **options)
 
 
 def options_of(settings: type) -> Iterator[Option]:
     """Yield the options of a settings class and of its nested settings classes."""
     for section, part in sections(settings):
-        hints, flags, texts = get_type_hints(part, include_extras=True), option_flags(part), docstrings(part)
+        hints, flags, texts = get_type_hints(part), option_flags(part), docstrings(part)
         for field in fields(part):
             if section_type(field) is not None:
                 continue
-            is_positional = "Positional" in repr(hints[field.name])
+            hint = hints[field.name]
+            is_list = get_origin(hint) is tuple
+            hint = get_args(hint)[0] if is_list else hint
+            is_union = get_origin(hint) in (Union, UnionType)
             text, _, default = texts[field.name].partition(" Default: ")
             yield Option(
                 section=section,
                 name=field.name,
-                flags=[field.name.upper()] if is_positional else flags[field.name],
-                value=_value(get_type_hints(part)[field.name]),
+                flags=flags[field.name],
+                kinds=[kind for kind in get_args(hint) if kind is not type(None)] if is_union else [hint],
+                is_list=is_list,
                 default=default.rstrip(".") or _default(field.default),
                 text=text,
                 is_required=field.default is MISSING and field.default_factory is MISSING,
@@ -66,20 +118,6 @@ def _default(default: Any) -> str:
     if isinstance(default, tuple):
         return " ".join(map(str, default))
     return "on" if default is True else str(default)
-
-
-def _value(hint: Any) -> str:
-    """Describe the type of a value, or list its choices."""
-    if hint is bool:
-        return ""
-    if get_origin(hint) is Literal:
-        return "{" + ",".join(map(str, get_args(hint))) + "}"
-    if get_origin(hint) is tuple:
-        return f"{_value(get_args(hint)[0])} ..."
-    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-    if kinds:
-        return _value(kinds[-1])
-    return {int: "N", float: "X", Path: "PATH"}.get(hint, "TEXT")
 
 
 def sections(settings: type) -> Iterator[tuple[str, type]]:
@@ -112,6 +150,29 @@ def docstrings(settings: type) -> dict[str, str]:
     return texts
 
 
+def _parser(
+    options: Sequence[Option], *, prog: str, description: str = "", is_short: bool = False
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage="%(prog)s [options]",
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    groups: dict[str, Any] = {}
+    for each in options:
+        title = "" if is_short else each.section
+        if title not in groups:
+            groups[title] = parser.add_argument_group(f"{title.replace('_', ' ')} options".strip())
+        each.add_to(groups[title], is_short=is_short)
+    if is_short:
+        groups[""].add_argument("--help-all", action="store_true", help="Show all options.")
+    return parser
+
+
 def format_help(
     settings: type, *, prog: str, description: str, shown: Sequence[str] = (), others: Sequence[str] = ()
 ) -> str:
@@ -120,35 +181,13 @@ def format_help(
     Args:
         others: paragraphs about further options, which follow all options.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog, usage="%(prog)s [options]", description=description, add_help=False
-    )
-    groups: dict[str, Any] = {}
-    for each in options_of(settings):
-        if shown and each.name not in shown:
-            continue
-        title = "" if shown else each.section
-        if title not in groups:
-            groups[title] = parser.add_argument_group(f"{title.replace('_', ' ')} options".strip())
-        text, value, flags = each.text, each.value, each.flags
-        if shown:
-            text = re.split(r"[.;:](?= |$)", text, maxsplit=1)[0]
-            # Long lists of choices would push every text to the right.
-            text += f": {value.strip('{}').replace(',', ', ')}." if value.startswith("{") else "."
-            value, flags = "NAME" if value.startswith("{") else value, flags[:1]
-        text += f" (default: {each.default})" if each.default else ""
-        options: dict[str, Any] = {"action": "store_true"}
-        if value:
-            options = {"metavar": value if flags[0].startswith("-") else flags[0]}
-        groups[title].add_argument(*flags, help=text.replace("%", "%%"), **options)
-    if shown:
-        groups[""].add_argument("--help-all", action="store_true", help="Show all options.")
-        return parser.format_help()
-    below = "".join(f"\n{textwrap.fill(text, 80, subsequent_indent='  ')}\n" for text in others)
-    return parser.format_help() + below
+    options = [each for each in options_of(settings) if each.name in shown or not shown]
+    text = _parser(options, prog=prog, description=description, is_short=bool(shown)).format_help()
+    below = (f"\n{textwrap.fill(each, 80, subsequent_indent='  ')}\n" for each in others)
+    return text if shown else text + "".join(below)
 
 
-def parse_with_tyro(settings: type[T], arguments: Sequence[str], *, prog: str, default: T | None = None) -> T:
+def parse(settings: type[T], arguments: Sequence[str], *, prog: str, default: T | None = None) -> T:
     """Build settings from options.
 
     Args:
@@ -157,58 +196,39 @@ def parse_with_tyro(settings: type[T], arguments: Sequence[str], *, prog: str, d
     Raises:
         SettingError: unknown options, an invalid value, or conflicting options.
     """
-    import tyro
-
     check_known(settings, arguments, prog=prog)
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            # Options are named after their fields alone; a test keeps the names unique.
-            config = (tyro.conf.OmitArgPrefixes,)
-            if default is None:
-                return tyro.cli(settings, prog=prog, args=list(arguments), config=config)
-            return tyro.cli(settings, prog=prog, args=list(arguments), config=config, default=default)
-    except SystemExit:
-        raise SettingError(_message(printed.getvalue(), settings, arguments)) from None
-
-
-def _message(box: str, settings: type, arguments: Sequence[str]) -> str:
-    """Extract the message from the box that tyro prints around an error."""
-    lines = [line.strip("│ ") for line in box.splitlines()]
-    # The title is part of the box, or is underlined if the encoding lacks box characters.
-    body = lines[1:] if box.startswith("╭") else lines[2:]
-    message = " ".join(itertools.takewhile(lambda line: not line.startswith(("──", "-----", "╰")), body))
-    typed = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
     options = list(options_of(settings))
-    missing = [each for each in options if each.is_required and not set(each.flags) & set(typed)]
-    if missing:
-        names = ", ".join(f"{each.flags[0]} {each.value}" for each in missing)
-        return f"missing {names} (see --help)"
-    found = re.search(r"--[\w-]+", message)
-    option = next((each for each in options if found is not None and found[0] in each.flags), None)
-    return message if option is None else _wrong_value(message, option, arguments, typed)
-
-
-def _wrong_value(message: str, option: Option, arguments: Sequence[str], typed: Sequence[str]) -> str:
-    """Reword an error of a parser in terms of the option as it was typed."""
-    place, flag = next(
-        ((i, name) for i, name in enumerate(typed) if name in option.flags), (0, option.flags[0])
-    )
-    _, equals, value = arguments[place].partition("=")
-    value = value if equals else " ".join(arguments[place + 1 : place + 2])
-    expected = {"N": "an integer", "X": "a number"}.get(option.value.removesuffix(" ..."))
-    if message.startswith("Missing value"):
-        return f"{flag} needs a value"
-    if wrong := re.search(r"invalid choice:? '(.*?)'", message):
-        # tyro lists the choices in arbitrary order.
-        about_auto = next(
-            (f" ({part.rstrip('.')})" for part in re.split(r"[.;] ", option.text) if part.startswith("auto")),
-            "",
-        )
-        return f"{flag} {wrong[1]}: use one of {option.value.strip('{}').replace(',', ', ')}{about_auto}"
-    if expected and re.search("Error parsing|invalid (int|float) value", message):
-        return f"{flag} {value}: {expected} is expected"
-    return message
+    pairs = [argument.partition("=") for argument in arguments]
+    names = [name.replace("_", "-") if name.startswith("--") else name for name, _, _ in pairs]
+    spelled = [name + equals + value for name, (_, equals, value) in zip(names, pairs, strict=True)]
+    try:
+        parsed, rest = _parser(options, prog=prog).parse_known_intermixed_args(spelled)
+    except argparse.ArgumentError as error:
+        known = (error.argument_name or "").split("/")
+        flag = next((name for name in names if name in known), known[0])
+        text = {"exp": "needs a value", "ign": "takes no value"}.get(error.message[:3], error.message)
+        raise SettingError(f"{flag} {text}") from None
+    require(not rest, f"Unrecognized options: {' '.join(rest)}")
+    values: dict[str, dict[str, Any]] = {section: {} for section, _ in sections(settings)}
+    for each in options:
+        given = getattr(parsed, f"{each.section}.{each.name}", None)
+        flag = next((name for name in names if name in each.flags), "")
+        if isinstance(given, list):
+            given = tuple(each.read(text, flag=flag) for text in given)
+        elif isinstance(given, str):
+            given = each.read(given, flag=flag)
+        if given is not None:
+            values[each.section][each.name] = given
+    missing = [each for each in options if each.is_required and each.name not in values[each.section]]
+    names = [f"{each.flags[0]} {each.value}" for each in missing]
+    require(default is not None or not missing, f"missing {', '.join(names)} (see --help)")
+    top = values.pop("")
+    for field in fields(settings):  # type: ignore[arg-type]
+        if given := values.get(field.name):
+            assert field.default_factory is not MISSING
+            part = getattr(default, field.name) if default is not None else field.default_factory()
+            top[field.name] = replace(part, **given)
+    return settings(**top) if default is None else replace(default, **top)  # type: ignore[type-var]
 
 
 def primary_flags(settings: type) -> dict[str, str]:
@@ -245,50 +265,3 @@ def url_problem(argument: str) -> str:
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
         return ""
     return f"{argument} is a URL: mount or copy it, and give a local path"
-
-
-def parse_without_tyro(settings: type[T], arguments: Sequence[str], *, prog: str) -> T:
-    """Build settings with the standard library alone, for options that take one value.
-
-    Raises:
-        SettingError: unknown options, an invalid value, or conflicting options.
-    """
-    check_known(settings, arguments, prog=prog)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for section, part in sections(settings):
-        hints, flags = get_type_hints(part), option_flags(part)
-        for field in fields(part):
-            if section_type(field) is not None:
-                continue
-            hint = hints[field.name]
-            is_choice = get_origin(hint) is Literal
-            # The value type of int | None.
-            kind = next((k for k in get_args(hint) if k is not type(None)), hint)
-            parser.add_argument(
-                *flags[field.name],
-                dest=f"{section}.{field.name}",
-                type=str if is_choice else kind,
-                choices=get_args(hint) if is_choice else None,
-                default=argparse.SUPPRESS,
-            )
-    # Like tyro, accept --nproc_per_node.
-    pairs = [argument.partition("=") for argument in arguments]
-    spelled = [
-        (name.replace("_", "-") if name.startswith("--") else name) + equals + value
-        for name, equals, value in pairs
-    ]
-    values: dict[str, dict[str, Any]] = {}
-    try:
-        parsed, rest = parser.parse_known_args(spelled)
-    except argparse.ArgumentError as error:
-        option = next(
-            each for each in options_of(settings) if (error.argument_name or "").split("/")[0] in each.flags
-        )
-        names = [name for name, _, _ in pairs]
-        raise SettingError(_wrong_value(str(error), option, arguments, names)) from None
-    require(not rest, f"Unrecognized options: {' '.join(rest)}")
-    for place, value in vars(parsed).items():
-        section, name = place.split(".")
-        values.setdefault(section, {})[name] = value
-    top, defaults = values.pop("", {}), settings()
-    return settings(**top, **{name: replace(getattr(defaults, name), **v) for name, v in values.items()})

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, get_type_hints
-
-# The self-test runs without tyro; only the attributes of these marks are read then.
-try:
-    from tyro.conf import arg as arg  # noqa: PLC0414
-except ModuleNotFoundError:
-    if not TYPE_CHECKING:
-        from types import SimpleNamespace as arg
+from typing import get_type_hints
 
 EXIT_FAILED, EXIT_SETTING, EXIT_DIVERGED = 1, 2, 3
 """Exit codes; docs/faults.md lists their causes."""
@@ -24,7 +18,7 @@ class RunError(Exception):
 
 
 class SettingError(RunError):
-    """Report an invalid setting and its remedy; not a ValueError, which tyro would reword."""
+    """Report an invalid setting and its remedy."""
 
 
 class TrainingDivergedError(RunError):
@@ -67,20 +61,18 @@ def require_positive(settings: object, *names: str) -> None:
             raise SettingError(f"{option_flags(type(settings))[name][0]} {value} must be positive")
 
 
-def option(name: str, *aliases: str) -> object:
-    """Name an option differently from its field, with optional aliases."""
-    return arg(name=name, aliases=[f"--{alias}" for alias in aliases])
+def option(*names: str) -> object:
+    """Name an option differently from its field, primary name first, or with the field's name and others."""
+    return tuple(f"--{name}" for name in names)
 
 
-def option_flags(settings: type) -> dict[str, list[str]]:
+def positional(name: str) -> object:
+    """Let a field be an argument without a name; help has this one."""
+    return (name,)
+
+
+def option_flags(settings: type) -> dict[str, Sequence[str]]:
     """Map the fields of a settings class to their flags, primary flag first."""
     hints = get_type_hints(settings, include_extras=True)
-    flags: dict[str, list[str]] = {}
-    for field in fields(settings):
-        names = [f"--{field.name.replace('_', '-')}"]
-        for mark in getattr(hints[field.name], "__metadata__", ()):
-            if getattr(mark, "name", None):
-                names = [f"--{mark.name}"]
-            names += getattr(mark, "aliases", None) or ()
-        flags[field.name] = names
-    return flags
+    own = {field.name: (f"--{field.name.replace('_', '-')}",) for field in fields(settings)}
+    return {name: getattr(hints[name], "__metadata__", (flags,))[0] for name, flags in own.items()}

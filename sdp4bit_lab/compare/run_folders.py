@@ -62,8 +62,9 @@ def merge_finished(folders: Sequence[Path]) -> list[FinishedRun]:
             )
     names = list[str](STRATEGIES)
 
-    def place(run: FinishedRun) -> tuple[int, str, int]:
-        return names.index(run.strategy.partition(":")[0]), run.strategy, run.seed
+    def place(run: FinishedRun) -> tuple[bool, int, str, int]:
+        name = run.strategy.partition(":")[0]
+        return name != "baseline", names.index(name), run.strategy, run.seed
 
     return sorted((runs[path] for path in by_name.values()), key=place)
 

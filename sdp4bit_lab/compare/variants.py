@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from sdp4bit_lab.common.options import parse_with_tyro
+from sdp4bit_lab.common.options import parse
 from sdp4bit_lab.common.settings import SettingError, option_flags, require
 from sdp4bit_lab.common.strategies import STRATEGIES, Strategy
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
@@ -56,7 +56,7 @@ def parse_variant(item: str, *, shared: CommunicationConfig) -> Variant:
         raise SettingError(f"{name!r} is unknown: use one of {', '.join(STRATEGIES)}")
     usable = shared.restricted_to(strategy)
     try:
-        communication = parse_with_tyro(
+        communication = parse(
             CommunicationConfig,
             [f"--{option.removeprefix('--')}" for option in options],
             prog=strategy,

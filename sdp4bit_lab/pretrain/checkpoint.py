@@ -15,9 +15,7 @@ from typing import Any, TextIO, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
@@ -31,6 +29,7 @@ from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, gather_over_ra
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.checkpoint_files import (
     CheckpointError,
+    CheckpointPlanner,
     CheckpointWriter,
     Progress,
     RunRecord,
@@ -158,9 +157,8 @@ class Checkpointer:
         writer = CheckpointWriter(
             self._config.save, record=record, attach=self._attach, keep_last=self._config.keep_last
         )
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            save_state(tensors, storage_writer=writer, planner=planner, process_group=self._group)
+            save_state(tensors, storage_writer=writer, planner=CheckpointPlanner(), process_group=self._group)
         except CheckpointException as error:
             free = free_bytes(self._config.save)
             if self._ranks.is_first:
@@ -379,9 +377,16 @@ def _slots(names: Mapping[str, object], parameter: str) -> list[str]:
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
+def _leaves(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a nested state by path."""
+    for key, value in state.items():
+        path = f"{prefix}.{key}"
+        yield from _leaves(path, value) if isinstance(value, Mapping) else [(path, value)]
+
+
 def _flat(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Flatten a nested state into tensors by path, plus one tensor for all other values."""
-    flat, _ = flatten_state_dict({prefix: state})
+    flat = dict(_leaves(prefix, state))
     tensors = {path: value.detach() for path, value in flat.items() if isinstance(value, Tensor)}
     if values := {path: value for path, value in flat.items() if path not in tensors}:
         content = bytearray(json.dumps(values).encode())
@@ -393,9 +398,14 @@ def _nested(state: Mapping[str, Any], prefix: str, loaded: Mapping[str, Tensor])
     """Return a state of this structure with the loaded values."""
     content = loaded.get(f"{prefix}.values")
     values = {**loaded, **({} if content is None else json.loads(bytes(content.tolist())))}
-    _, paths = flatten_state_dict({prefix: state})
-    nested = unflatten_state_dict({path: values[path] for path in paths}, paths)
-    return {**state, **nested[prefix]}  # parts without values are not among the paths
+
+    def filled(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+        return {
+            key: filled(value, f"{path}.{key}") if isinstance(value, Mapping) else values[f"{path}.{key}"]
+            for key, value in part.items()
+        }
+
+    return filled(state, prefix)
 
 
 @dataclass(frozen=True, kw_only=True)

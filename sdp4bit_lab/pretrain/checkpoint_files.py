@@ -1,27 +1,27 @@
 """Read and write checkpoints that are complete or absent, have checksums, and load without executing code.
 
     step-00000500/             complete: renamed to this after all of its files are on disk
-        __0_0.distcp, ...      tensors, written by torch.distributed.checkpoint, one file per rank
-        tensors.json           location of each tensor
-        .metadata              the same as a pickle for PyTorch's tools; never read here
+        shard-00001-...        tensors of rank 0 as safetensors, written by torch.distributed.checkpoint
         run.json               description of the run and its progress
         tokenizer.json
         SHA256SUMS             of all other files; checked when loading, or by `sha256sum -c SHA256SUMS`
     .step-00000750.partial/    being written, or left by a killed run
 
 Tensor names are independent of the layout of the ranks, except for `rank3.random.*`, which only the same
-layout loads. Other values are JSON in a byte tensor, because torch.distributed.checkpoint would pickle them.
+layout loads. Other values are JSON in a byte tensor, because safetensors has no other values.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,29 +29,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import WriteResult
 
+from sdp4bit.addresses import page
 from sdp4bit_lab.common.failures import one_line
 from sdp4bit_lab.common.files import SUMS, check_sums, sha256, sync, write_sums
 from sdp4bit_lab.common.ranks import broadcast_from_rank0, gather_over_ranks
 from sdp4bit_lab.common.settings import RunError, SettingError
 
-RECORD, TENSORS, TOKENIZER = "run.json", "tensors.json", "tokenizer.json"
-"""Time for the ranks of a killed run to end."""
+RECORD, TOKENIZER = "run.json", "tokenizer.json"
 # While a checkpoint of the same step is replaced, the old one briefly has a dotted name.
 _COMPLETE = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
+_OLDER = page("checkpoints#checkpoints-of-older-versions")
+_FILE_BYTES = 1 << 29
+"""Tensors per file and rank, in bytes, beyond its first tensor. The writer holds three copies of a file."""
 
 
 class CheckpointError(RunError):
@@ -111,8 +107,20 @@ class RunRecord:
         return record
 
 
-class CheckpointWriter(FileSystemWriter):
-    """Write one file and checksum per rank; rank 0 then completes and renames the folder."""
+class CheckpointPlanner(DefaultSavePlanner):
+    """Give the writer tensors that safetensors accepts."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Tensor:
+        """Return a copy: safetensors refuses tensors that share memory or are not contiguous."""
+        copy: Tensor = object.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return copy
+
+
+class CheckpointWriter(HuggingFaceStorageWriter):
+    """Write one file and checksum per rank and _FILE_BYTES; rank 0 then completes and renames the folder."""
 
     def __init__(
         self, folder: Path, *, record: RunRecord, attach: Callable[[Path], None] | None, keep_last: int | None
@@ -120,7 +128,22 @@ class CheckpointWriter(FileSystemWriter):
         self.folder = folder
         self.working = folder / f".step-{record.progress.step:08d}.partial"
         self._record, self._attach, self._keep_last = record, attach, keep_last
-        super().__init__(self.working, single_file_per_rank=True, per_thread_copy_ahead=0)
+        super().__init__(str(self.working), save_distributed=True)
+        # Copy-ahead needs a stream of the GPU, but the planner's tensors are on the CPU.
+        self.per_thread_copy_ahead = 0
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Assign the tensors to files on rank 0: the same name to the same number on all ranks."""
+        sizes: dict[str, int] = {}
+        for item in (item for plan in plans for item in plan.items):
+            assert item.tensor_data is not None  # all values are tensors
+            size = math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            sizes[item.index.fqn] = max(size, sizes.get(item.index.fqn, 0))
+        ends = itertools.accumulate(sizes.values())
+        self.fqn_to_index_mapping = {
+            name: 1 + end // _FILE_BYTES for name, end in zip(sizes, ends, strict=True)
+        }
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
@@ -130,9 +153,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint on rank 0, after all ranks have written their files."""
-        super().finish(metadata, results)
         working = self.working
-        (working / TENSORS).write_text(json.dumps(_described(metadata, results)) + "\n")
         serial = 1 + max((_serial(path) for path in find_checkpoints(self.folder)), default=0)
         record = replace(self._record, serial=serial)
         (working / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
@@ -158,10 +179,6 @@ class CheckpointWriter(FileSystemWriter):
             for path in find_checkpoints(self.folder)[self._keep_last :]:
                 if not path.is_symlink():  # a link may point anywhere
                     _delete(path)
-
-    def storage_meta(self) -> StorageMeta | None:
-        """Record no location, so that the checkpoint can be moved."""
-        return StorageMeta()
 
 
 def _delete(path: Path) -> None:
@@ -190,6 +207,21 @@ def _serial(path: Path) -> int:
         return -1
 
 
+class CheckpointReader(HuggingFaceStorageReader):
+    """Read the files of a folder with verified checksums, whose metadata rank 0 has read for all ranks."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(str(folder))
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:
+        return self._metadata
+
+    @property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        return cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
+
+
 def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
     """Return the newest intact checkpoint of a folder, or the given step folder; ranks share the checks.
 
@@ -209,92 +241,51 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
         raise SettingError(f"--load {folder}: no checkpoint found (no step- folder)")
     damaged: list[str] = []
     for path in candidates:
-        opened: tuple[RunRecord, CheckpointReader] | None = None
-        problem: str | None = None
-        try:
-            opened = _open_intact(path)
-        except ValueError as error:
-            problem = str(error)
-        problem = next(
-            (each for each in gather_over_ranks(problem, what="check of a checkpoint") if each is not None),
-            None,
-        )
-        if opened is not None and problem is None:
+        damages = gather_over_ranks(_damage_of_share(path), what="check of a checkpoint")
+        problem = next((each for each in damages if each is not None), None)
+        opened = problem or broadcast_from_rank0(partial(_described, path))
+        if not isinstance(opened, str):
+            record, metadata = opened
             if damaged and (not dist.is_initialized() or dist.get_rank() == 0):
-                step = opened[0].progress.step
-                text = f"sdp4bit: {'; '.join(damaged)}. Resuming from {path} instead, at step {step}"
-                warnings.warn(text, stacklevel=2)
-            return path, *opened
-        damaged.append(f"{path} is damaged: {problem}")
+                text = f"{'; '.join(damaged)}. Resuming from {path} instead, at step {record.progress.step}"
+                warnings.warn(f"sdp4bit: {text}", stacklevel=2)
+            return path, record, CheckpointReader(path, metadata)
+        damaged.append(f"{path} is damaged: {opened}")
     raise SettingError(f"--load {folder}: no intact checkpoint found. {'; '.join(damaged)}")
 
 
-def _open_intact(path: Path) -> tuple[RunRecord, CheckpointReader]:
-    """Check this rank's share of the files and read the metadata; ValueError names the damage."""
+def _damage_of_share(path: Path) -> str | None:
+    """Check this rank's share of the files; describe the damage, if any."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    check_sums(path, needed=(TENSORS, RECORD), part=slice(rank, None, size))
-    return RunRecord.read(path), CheckpointReader(path)
+    try:
+        check_sums(path, needed=(RECORD,), part=slice(rank, None, size))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
-class CheckpointReader(FileSystemReader):
-    """Read a folder with verified checksums and metadata."""
+def _described(path: Path) -> tuple[RunRecord, Metadata] | str:
+    """Return the record and the tensors of a checkpoint, or describe the damage.
 
-    def __init__(self, folder: Path) -> None:
-        """Read the locations of the tensors; ValueError if they are invalid."""
-        super().__init__(folder)
-        try:
-            sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-            self.metadata = _metadata(json.loads((folder / TENSORS).read_bytes()), sizes)
-        except Exception as error:  # untrusted content can have any form
-            raise ValueError(f"{TENSORS} does not describe the files of this checkpoint ({error})") from None
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        cast(StorageMeta, self.metadata.storage_meta).load_id = self.load_id
-        return self.metadata
-
-    @property
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        return cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
-
-
-def _described(metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, Any]:
-    """Return the content of tensors.json: of each tensor dtype, size, and its chunks with their places."""
-    tensors = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
-    # From the results, because torch 2.9 fills in a copy of the metadata.
-    places: dict[MetadataIndex, _StorageInfo] = {
-        each.index: each.storage_data for of_rank in results for each in of_rank
-    }
-
-    def described(name: str, chunk: ChunkStorageMetadata) -> list[object]:
-        place = places[MetadataIndex(name, chunk.offsets)]
-        return [list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length]
-
-    return {
-        name: {
-            "dtype": str(tensor.properties.dtype).removeprefix("torch."),
-            "size": list(tensor.size),
-            "chunks": [described(name, chunk) for chunk in tensor.chunks],
-        }
-        for name, tensor in tensors.items()
-    }
-
-
-def _metadata(described: Mapping[str, Any], sizes: Mapping[str, int]) -> Metadata:
-    """Return the metadata of complete tensors inside files of these sizes; raises if there are others."""
-    tensors: dict[str, Any] = {}
-    places = {}
-    for name, tensor in described.items():
-        size, chunks, dtype = torch.Size(tensor["size"]), [], getattr(torch, tensor["dtype"])
-        for offsets, lengths, file, start, length in tensor["chunks"]:
-            if not 0 <= start <= start + length <= sizes.get(file, -1):
-                raise ValueError(f"{name}: bytes {start} to {start + length} of {file}")
-            chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(lengths)))
-            places[MetadataIndex(name, chunks[-1].offsets)] = _StorageInfo(file, start, length)
-        covered = sum(math.prod(chunk.sizes) for chunk in chunks)
-        if covered != math.prod(size) or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name}: {covered} of {math.prod(size)} values of type {dtype}")
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+    Raises:
+        SettingError: the checkpoint is of an older version.
+    """
+    if any(path.glob("*.distcp")):
+        raise SettingError(f"{path} has .distcp files of an older version: convert it ({_OLDER})")
+    try:
+        record = RunRecord.read(path)
+    except ValueError as error:
+        return str(error)
+    try:
+        metadata = HuggingFaceStorageReader(str(path)).read_metadata()
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            if covered != math.prod(tensor.size):
+                raise ValueError(f"{name}: {covered} of {math.prod(tensor.size)} values")
+    except Exception as error:  # untrusted content can have any form
+        return f"the .safetensors files do not have all tensors ({one_line(error)})"
+    return record, metadata
 
 
 def read_tensors(tensors: dict[str, Tensor], *, path: Path, reader: CheckpointReader) -> None:

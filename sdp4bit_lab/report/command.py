@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
-import tyro
-
-from sdp4bit_lab.common.settings import require, require_folder
+from sdp4bit_lab.common.settings import positional, require, require_folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     """Training runs to show on one page."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Annotated[tuple[Path, ...], positional("RUNS")]
     """--out folders of pretrain, compare or demo. The strategy of the first run is the baseline."""
     out: Path | None = None
     """HTML file to write. Default: report.html in the folder of the first run."""

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sdp4bit.collectives import transport
 from sdp4bit.collectives.plan import (
     MOST_CHUNKS,
     MOST_PLANS,
@@ -186,7 +187,7 @@ def planned(*plans: Plan) -> Counter[str]:
 
 
 def run_collectives() -> None:
-    """Each collective launches what its plan says and counts the bytes that it says."""
+    """Operators that run and bytes that are counted are those of the plan."""
     rank = dist.get_rank()
     for nodes, per_node in ((2, 2), (4, 1)):
         for chunks in (1, 3):
@@ -222,6 +223,24 @@ def run_collectives() -> None:
 
 def test_collectives_launch_and_send_what_their_plans_state() -> None:
     run_ranks(run_collectives, 4)
+
+
+def copy_no_exact_part() -> None:
+    """The own message of the last hop is neither written nor read, so it is not copied."""
+    reduction, _ = reduce_scatter_of(2, 2, GradientConfig(min_numel=0, pipeline_chunks=2))
+    start, skipped = transport.start_all_to_all, Counter[tuple[str, bool]]()
+
+    def watched(received: Any, sent: Any, group: Any, *, skips_own: bool, what: str, **options: Any) -> Any:
+        skipped[what.rpartition("all-to-all ")[2], skips_own] += 1
+        return start(received, sent, group, skips_own=skips_own, what=what, **options)
+
+    with mock.patch.object(transport, "start_all_to_all", watched):
+        reduction(torch.empty(4096), torch.randn(4, 4096), call=0)
+    assert skipped == {("inside the node", False): 2, ("between nodes", True): 2}
+
+
+def test_the_exact_part_of_a_sum_is_not_copied() -> None:
+    run_ranks(copy_no_exact_part, 4)
 
 
 def reuse_plans() -> None:

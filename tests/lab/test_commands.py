@@ -26,7 +26,7 @@ assert "torch" not in sys.modules
 
 
 def test_no_help_imports_torch() -> None:
-    pytest.importorskip("tyro")
+    pytest.importorskip("rich")
     python(HELP_OF_EVERYTHING)
 
 

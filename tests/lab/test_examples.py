@@ -29,7 +29,7 @@ from tests import ROOT
 from tests.ranks import on_ranks
 from tests.toy import POLICY, data_mesh
 
-pytest.importorskip("tyro")
+pytest.importorskip("rich")
 
 from sdp4bit_lab.cli import COMMANDS
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests import ROOT
 
-pytest.importorskip("tyro")
+pytest.importorskip("rich")
 
 from sdp4bit_lab.cli import COMMANDS
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("tyro")
+pytest.importorskip("rich")
 
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.compare.finished_run import FinishedRun

@@ -16,6 +16,7 @@ from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey, derive_keys
 from tests.quantization.operator_calls import KEY, empty_messages, layout_of, quantized, values_of
+from tests.ranks import on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +137,11 @@ def test_backend_of_a_device_checks_in_tests_only(monkeypatch: pytest.MonkeyPatc
     with ops.checked():
         assert ops.backend_of(device, [layout]) is ops
     assert ops.backend_of(device, [layout]) is reference
+
+
+@on_ranks(1)
+def test_ranks_of_tests_check() -> None:
+    assert ops.backend_of(torch.device("cpu"), []) is ops
 
 
 def test_backend_of_formats_that_it_lacks_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

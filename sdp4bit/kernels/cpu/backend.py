@@ -166,9 +166,11 @@ class _Program:
         layouts = [each for each in (received, sent) if each]
         padded, group_size = layouts[-1].padded_numel, layouts[-1].group_size
         tile = min(max(1, _TILE // group_size) * group_size, padded)
-        self.memory = round_up(5 * tile + 128 + tile // 8 + 8 * terms, 64)
+        self.memory = round_up(5 * tile + 128 + tile // 8 + 8 * terms, 64)  # bytes of a thread
         self.groups = (*[Layout] * len(layouts), Work)
-        self.numbers = (*chain.from_iterable(_numbers_of(each, clip) for each in layouts), tile)
+        work = Work(tile=tile, offset=_PARAMETER_BYTES, memory_stride=self.memory)
+        numbers = *chain.from_iterable(_numbers_of(each, clip) for each in layouts), *work
+        self.packed = struct.pack(f"{len(numbers)}q", *numbers)
         formats = {"received": received and received.format, "sent": sent and sent.format}
         modes = {"rounding": _MODES[rounding], "is_clipped": clip < 1}
         self.kernel, self.flags, self.address = kernel, Flags(**formats, **modes, **flags), 0
@@ -179,10 +181,10 @@ class _Program:
         if _workspace.size < size:
             _workspace.grow(size)
         address = _workspace.address
-        numbers = *chain.from_iterable(groups), *self.numbers, address + _PARAMETER_BYTES, self.memory
-        struct.pack_into(f"{len(numbers)}q", _workspace.view, 0, *numbers)
         if not self.address:
+            self.format = f"{sum(map(len, groups))}q{len(self.packed)}s"
             self.address = _compiled.kernel(self.kernel, self.flags, (*map(type, groups), *self.groups))
+        struct.pack_into(self.format, _workspace.view, 0, *chain.from_iterable(groups), self.packed)
         (_compiled.runners.get(runner) or _compiled.runner(runner))(self.address, threads, address)
 
 

@@ -23,7 +23,7 @@ from numba import cfunc, njit, prange, types
 from numba.core.compiler import Compiler
 from numba.extending import intrinsic
 
-from sdp4bit.kernels.cpu.parameters import ONE_BITS, Flags, Parameters, unpack
+from sdp4bit.kernels.cpu.parameters import ONE_BITS, Flags, Parameters, address_of, unpack
 from sdp4bit.kernels.cpu.tiles import (
     DITHER,
     Ahead,
@@ -60,14 +60,14 @@ _NOTHING = Ahead(0, 0, 0, 0)
 
 
 @inline
-def _locate(thread, work):
+def _locate(thread, parameters, work):
     """Return the addresses of a thread's working memory.
 
     It holds the fp32 values of a tile, their codes or one block, the largest |x| of each group, and a table
     of two 4-byte numbers per message, its scale and its mask.
     """
     # A code takes one byte and a block of fp32 takes 128.
-    total = work.memory + thread * work.memory_stride
+    total = address_of(parameters) + work.offset + thread * work.memory_stride
     spare = total + 4 * work.tile
     largest = spare + work.tile + 128
     return total, spare, largest, largest + (work.tile >> 3)
@@ -104,13 +104,13 @@ def _block_of(row, blocks, number, shift):
 
 @inline
 def _finish_block(total, target, summand, flags, call, count, spare):
-    """Transform and scale a block of sums, add it to the summand if `own` exists, and write it."""
+    """Transform and scale a block of sums, add it to the summand unless that is 0, and write it."""
     block = load_f32(total)
     if flags.hadamard:
         block = hadamard32(block)
     if call.multiplier != ONE_BITS:
         block = block * splat(float_from_bits(call.multiplier))
-    if call.own:
+    if summand:
         block = block + load_values(summand, call.own_is_bf16, count, spare)
     store_values(target, call.is_bf16, count, block, spare)
 
@@ -142,7 +142,7 @@ def quantize_rows(thread, threads, parameters):
     `destinations` does not count the one that is left out, `skip`. `nonfinite` is the address of a flag or 0.
     """
     flags, call, key, layout, work = unpack(parameters)
-    total, spare, largest, _ = _locate(thread, work)
+    total, spare, largest, _ = _locate(thread, parameters, work)
     how = _encoding(flags, key)
     shift, replica_shift = 2 - call.is_bf16, 2 - call.replica_is_bf16
     tiles, row, start = _share(call.destinations * layout.parts, layout, work, thread, threads)
@@ -206,7 +206,7 @@ def reduce_quantize(thread, threads, parameters):
     `destinations` does not count the message that is left out, `skip`.
     """
     flags, call, key, dither, received, layout, work = unpack(parameters)
-    total, spare, largest, table = _locate(thread, work)
+    total, spare, largest, table = _locate(thread, parameters, work)
     how = _encoding(flags, key)
     terms = _terms(flags, call, table, _ZERO, dither.k0, dither.k1)
     write_masks(terms)
@@ -254,7 +254,7 @@ def dequantize_rows(thread, threads, parameters):
     numbers. `keys` is the address of the keys of each row, or 0 if all have the same.
     """
     flags, call, key, layout, work = unpack(parameters)
-    total, spare, _, table = _locate(thread, work)
+    total, spare, _, table = _locate(thread, parameters, work)
     initial = float_from_bits(call.initial)
     terms = _terms(flags, call, table, initial, key.k0, key.k1)
     write_masks(terms)
@@ -280,16 +280,16 @@ def dequantize_rows(thread, threads, parameters):
         if flags.has_blocks:
             for i in range(0, count, 32):
                 place, size = _block_of(target, call.blocks, (start + i) >> 5, shift)
-                summand = place if call.own == call.out else added + (i << own_shift)
+                summand = place if call.own == call.out else added + (i << own_shift) if call.own else 0
                 _finish_block(total + 4 * i, place, summand, flags, call, size, spare)
         else:
             target += start << shift
             whole = min(count, (end - start) & ~31)
             for i in range(0, whole, 32):
-                summand = added + (i << own_shift)
+                summand = added + (i << own_shift) if call.own else 0
                 _finish_block(total + 4 * i, target + (i << shift), summand, flags, call, 32, spare)
             if whole < min(count, end - start):
-                place, summand = target + (whole << shift), added + (whole << own_shift)
+                place, summand = target + (whole << shift), added + (whole << own_shift) if call.own else 0
                 _finish_block(total + 4 * whole, place, summand, flags, call, end - start - whole, spare)
         start += work.tile
         if start >= layout.padded_numel:

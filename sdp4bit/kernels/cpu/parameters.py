@@ -42,7 +42,7 @@ class Work(NamedTuple):
     """The values of a tile, and the threads' working memory."""
 
     tile: int
-    memory: int  # of the first thread
+    offset: int  # of the first thread's memory from the parameters
     memory_stride: int
 
 
@@ -132,6 +132,12 @@ class Parameters(types.Type):
 class _ParametersModel(models.PrimitiveModel):
     def __init__(self, manager, kind):
         super().__init__(manager, kind, INT64)
+
+
+@intrinsic
+def address_of(typing_context, parameters):
+    """Return the address of parameters."""
+    return types.int64(parameters), lambda context, builder, sig, args: args[0]
 
 
 @intrinsic

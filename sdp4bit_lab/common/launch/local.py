@@ -1,4 +1,10 @@
-"""Start the ranks of a run on this machine and stop all of them when one fails."""
+"""Start the ranks of a run on this machine and stop all of them when one fails.
+
+`torch.distributed.launcher.api.elastic_launch` was tried. Users would notice the change. After a signal, its
+agent kills the ranks 30 seconds later, although they may be saving, and raises an error. It ends ranks that a
+signal reaches during their imports, does not forward SIGUSR1 by default, and prints a traceback of its own
+for a rank that has reported its error. Its children import torch before they can show a phase.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 torchrun keeps one store across restarts. Back ends write their addresses under the same names each time, so
 an early rank could read the addresses of processes that have exited. TORCHELASTIC_RESTART_COUNT cannot
-distinguish starts because every node counts for itself.
+distinguish starts because every node counts for itself. docs/upstream.md has a program that shows this.
 """
 
 from __future__ import annotations

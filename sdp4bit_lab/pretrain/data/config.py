@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from sdp4bit_lab.common.settings import SettingError, arg, require
+from sdp4bit_lab.common.settings import SettingError, option, require
 from sdp4bit_lab.pretrain.data.corpus import SMALLEST_VOCABULARY
 from sdp4bit_lab.pretrain.data.indexed import is_indexed, is_weight
 
@@ -25,9 +25,8 @@ DEFAULT_MOCK_VOCABULARY = 50257
 DEFAULT_VALIDATION_FRACTION = 0.05
 DEFAULT_SPLIT = "969,30,1"
 
-CacheFolder = Annotated[Path | None, arg(name="data-cache-path", aliases=["--cache-dir"])]
-_Paths = Annotated[tuple[str | Path, ...], arg(metavar="[[WEIGHT] PATH [[WEIGHT] PATH ...]]")]
-_VocabularySize = Annotated[int | None, arg(name="vocab-size", aliases=["--vocabulary-size"])]
+CacheFolder = Annotated[Path | None, option("data-cache-path", "cache-dir")]
+_VocabularySize = Annotated[int | None, option("vocab-size", "vocabulary-size")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,18 +104,18 @@ class TokenizerConfig:
 class DataConfig(TokenizerConfig):
     """Source of the tokens, and their tokenizer."""
 
-    data_path: _Paths = ()
+    data_path: tuple[str | Path, ...] = ()
     """Prefixes of .bin/.idx files from `sdp4bit preprocess` or Megatron, each after an optional weight. Or
     text files: .jsonl (an object with "text" per line) or plain text (one document per file, or several
     separated by <|endoftext|>). Default: the source code of Python's standard library."""
     split: str | None = None
     """Proportions of training, validation and test documents in the .bin/.idx files of --data-path. A test
     split that is too small is skipped with a warning. Default: 969,30,1."""
-    train_data_path: _Paths = ()
+    train_data_path: tuple[str | Path, ...] = ()
     """.bin/.idx prefixes for training, with optional weights, instead of --data-path and --split."""
-    valid_data_path: _Paths = ()
+    valid_data_path: tuple[str | Path, ...] = ()
     """.bin/.idx prefixes for validation, with --train-data-path."""
-    test_data_path: _Paths = ()
+    test_data_path: tuple[str | Path, ...] = ()
     """.bin/.idx prefixes for a test after training, with --train-data-path."""
     mock_data: bool = False
     """Train on synthetic tokens that depend only on the seed, for speed measurements."""

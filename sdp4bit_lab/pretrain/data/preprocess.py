@@ -11,10 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
 from rich.console import Console
 
-from sdp4bit_lab.common.settings import SettingError, require, require_at_least
+from sdp4bit_lab.common.settings import SettingError, option, require, require_at_least
 from sdp4bit_lab.pretrain.data.config import TokenizerConfig
 from sdp4bit_lab.pretrain.data.corpus import SMALLEST_VOCABULARY
 from sdp4bit_lab.pretrain.data.documents import find_files, read_documents
@@ -22,7 +21,6 @@ from sdp4bit_lab.pretrain.data.indexed import token_dtype
 from sdp4bit_lab.pretrain.data.indexed_writer import IndexedWriter
 from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
 
-_Keys = Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--columns"])]
 _SHOWN = 10
 """Skipped documents that are listed."""
 _ENCODED_AT_ONCE = 1 << 22
@@ -39,7 +37,7 @@ class PreprocessConfig(TokenizerConfig):
     files need the package datasets."""
     output_prefix: Path
     """Prefix of the output files: PREFIX_KEY_document.bin and .idx for each of --json-keys."""
-    json_keys: _Keys = ("text",)
+    json_keys: Annotated[tuple[str, ...], option("json-keys", "columns")] = ("text",)
     """Members or columns that contain text. A list of strings becomes several sequences."""
     append_eod: bool = False
     """Append the end-of-document token to every document."""

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("tyro")
+pytest.importorskip("yaml")
 
 from sdp4bit_lab.common.config_file import expand_config_file
-from sdp4bit_lab.common.options import opposite_flags, parse_with_tyro, primary_flags
+from sdp4bit_lab.common.options import opposite_flags, parse, primary_flags
 from sdp4bit_lab.common.settings import SettingError
 
 
@@ -89,7 +89,7 @@ def toml(value: object) -> str:
 
 def parsed(arguments: list[str]) -> Settings | str:
     try:
-        return parse_with_tyro(Settings, arguments, prog="test")
+        return parse(Settings, arguments, prog="test")
     except SettingError as error:
         return str(error)
 

@@ -55,11 +55,14 @@ def test_shared_options_apply_to_strategies_that_use_them_and_a_variant_s_own_wi
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "give at least one of baseline, qw"),
-        ("fast", "'fast' is unknown: use one of baseline, qw"),
+        ("", "give at least one of sdp4bit, "),
+        ("fast", "'fast' is unknown: use one of sdp4bit, "),
         ("qwd:wq-group-size=33", "must be a positive multiple of 32"),
         ("qwd:quantized-gradients", "conflicts with --quantized-weights"),
-        ("tlq:wq-group-size=64", "no effect with strategy tlq, which does not quantize weights: .* use qw, "),
+        (
+            "tlq:wq-group-size=64",
+            "no effect with strategy tlq, which does not quantize weights: .* use sdp4bit, ",
+        ),
         ("qwd:replica=full,qwd: replica=full", "qwd:replica=full is given twice"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sdp4bit_lab.cli import main
-from sdp4bit_lab.common.options import parse_with_tyro
+from sdp4bit_lab.common.options import parse
 from sdp4bit_lab.plan.chart import gains
 from sdp4bit_lab.plan.config import PROBE_FORMAT, PlanConfig
 
@@ -316,7 +316,7 @@ def test_the_drawn_gains_are_those_of_plans(shape: tuple[str, ...], tmp_path: Pa
     printed = capsys.readouterr()
     assert json.loads(printed.out) and str(plot) in printed.err
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
-    config = parse_with_tyro(PlanConfig, [*H100, *shape], prog="plan")
+    config = parse(PlanConfig, [*H100, *shape], prog="plan")
     rate = "--inter-bandwidth" if shape == SHAPE else "--intra-bandwidth"
     drawn = gains(config, config.cluster.resolve(model="6.7B"), np.array([5e9, 1e11]))
     for place, link in enumerate(("5", "100")):

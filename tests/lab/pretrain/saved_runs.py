@@ -16,6 +16,8 @@ from sdp4bit_lab.pretrain.checkpoint import Checkpointer
 from sdp4bit_lab.pretrain.checkpoint_files import Progress, RunRecord
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 
+TENSORS = "shard-{:05d}-model-00001-of-00001.safetensors"
+"""Name of the file of a rank, counted from 1."""
 SHAPE = {"layers": 1, "hidden": 8, "heads": 2, "vocabulary": 128, "positions": 16, "dropout": 0.0}
 
 
@@ -74,7 +76,7 @@ class SavedRun:
 
     def everything(self) -> list[Tensor]:
         """Return all that a resume must restore."""
-        slots = [value for state in self.optimizer.state.values() for value in state.values()]
+        slots = [state[slot] for state in self.optimizer.state.values() for slot in sorted(state)]
         return [*self.model.parameters(), *slots, self.communication.state["replica"]["a.b"]]
 
 

@@ -21,7 +21,7 @@ from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.trainer import pretrain
-from tests.lab.pretrain.saved_runs import flip_bit
+from tests.lab.pretrain.saved_runs import TENSORS, flip_bit
 from tests.lab.pretrain.tiny_runs import small, this_rank
 from tests.ranks import run_ranks
 
@@ -38,7 +38,7 @@ def damaged(run: PretrainConfig, folder: Path) -> PretrainConfig:
     path = folder / "damaged" / "step-00000002"
     if dist.get_rank() == 0:
         shutil.copytree(folder / "saved" / "step-00000002", path)
-        flip_bit(path / "__1_0.distcp")
+        flip_bit(path / TENSORS.format(2))
     dist.barrier()
     return replace(run, checkpoint=CheckpointConfig(load=path))
 
@@ -46,7 +46,7 @@ def damaged(run: PretrainConfig, folder: Path) -> PretrainConfig:
 CASES: dict[Case, str] = {
     other_settings: "the ranks differ: --seed is 5 on rank 0, 7 on rank 1; --train-iters is 2 "
     "on rank 0, 9 on rank 1. Use the same command line and versions",
-    damaged: "the checksum of __1_0.distcp differs from SHA256SUMS",
+    damaged: f"the checksum of {TENSORS.format(2)} differs from SHA256SUMS",
 }
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,32 +23,37 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from sdp4bit import ReplicaMismatchError
 from sdp4bit_lab.common import files
 from sdp4bit_lab.common.files import SUMS, write_sums
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain.checkpoint_files import TENSORS, find_checkpoints, open_checkpoint
-from tests.lab.pretrain.saved_runs import SavedRun, flip_bit, load_step, names, save_step
+from sdp4bit_lab.pretrain import checkpoint_files
+from sdp4bit_lab.pretrain.checkpoint_files import find_checkpoints, open_checkpoint
+from tests.lab.pretrain.saved_runs import TENSORS, SavedRun, flip_bit, load_step, names, save_step
 from tests.ranks import one_rank
+
+ROOT = Path(__file__).parents[3]
+OF_RANK_0 = TENSORS.format(1)
 
 
 def attach_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-def test_a_checkpoint_has_checksums_and_the_format_of_torch(tmp_path):
+def test_a_checkpoint_has_checksums_and_is_read_by_safetensors(tmp_path):
     with one_rank():
         path = save_step(tmp_path, 7, attach=attach_tokenizer)
         assert load_step(tmp_path) == load_step(path) == 7
-        state = {"model": {"weight": torch.zeros(50, 40)}}
-        load_state(state, checkpoint_id=path)
-        assert torch.equal(state["model"]["weight"], SavedRun(None, step=7).model.weight)
+        weight = load_file(path / OF_RANK_0)["model.weight"]
+        assert torch.equal(weight, SavedRun(None, step=7).model.weight)
     assert names(tmp_path) == ["step-00000007"]
-    assert names(path) == [
-        *(".metadata", "SHA256SUMS", "__0_0.distcp", "run.json", "tensors.json", "tokenizer.json")
-    ]
+    assert names(path) == ["SHA256SUMS", "run.json", OF_RANK_0, "tokenizer.json"]
     subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=path, check=True, capture_output=True)
     # The folder may be moved: its place is nowhere in it.
     assert not any(str(tmp_path).encode() in (path / name).read_bytes() for name in names(path))
@@ -70,9 +77,9 @@ def test_the_last_saved_are_kept_and_loaded(tmp_path):
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (lambda p: flip_bit(p / "__0_0.distcp"), "the checksum of __0_0.distcp differs"),
-    (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
-    (lambda p: flip_bit(p / TENSORS), "the checksum of tensors.json differs"),
+    (lambda p: flip_bit(p / OF_RANK_0), f"the checksum of {OF_RANK_0} differs"),
+    (lambda p: (p / OF_RANK_0).unlink(), f"{OF_RANK_0} cannot be read"),
+    (lambda p: flip_bit(p / "run.json"), "the checksum of run.json differs"),
     (lambda p: (p / SUMS).write_text("{"), "SHA256SUMS is not a list of this folder's files"),
     (lambda p: (p / SUMS).unlink(), "SHA256SUMS cannot be read"),
 ]
@@ -94,7 +101,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_both(tmp_
             shutil.rmtree(damaged)
         intact.rename(damaged)
         flip_bit(damaged / "run.json")
-        flip_bit(tmp_path / "step-00000002" / "__0_0.distcp")
+        flip_bit(tmp_path / "step-00000002" / OF_RANK_0)
         with pytest.raises(SettingError, match=r"no intact checkpoint found\. .*00000.*; .*00000"):
             open_checkpoint(tmp_path)
         with pytest.raises(SettingError, match="no checkpoint found"):
@@ -150,6 +157,32 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
     assert 15 < call < 100
 
 
+def test_tensors_that_share_memory_or_are_transposed_are_saved(tmp_path):
+    with one_rank():
+        for folder, state in ((tmp_path, torch.arange(12.0).view(3, 4).t()), (None, torch.zeros(4, 3))):
+            run = SavedRun(folder)
+            run.communication.state = {"replica": {"a": state, "b": state, "c": {"none": torch.empty(0, 2)}}}
+            if folder is not None:
+                run.save()
+        run.checkpointer.load(tmp_path)
+        replica = run.communication.state["replica"]
+        for name in ("a", "b"):
+            assert torch.equal(replica[name], torch.arange(12.0).view(3, 4).t())
+        assert replica["c"]["none"].shape == (0, 2)
+
+
+def test_the_tensors_of_a_rank_are_in_files_that_fit_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "_FILE_BYTES", 5_000)
+    with one_rank():
+        path = save_step(tmp_path, 2)
+        assert load_step(tmp_path) == 2
+    tensors = {file.name: load_file(file) for file in path.glob("*.safetensors")}
+    assert len(tensors) == 4
+    for of_file in tensors.values():
+        sizes = [tensor.nbytes for tensor in of_file.values()]
+        assert sum(sizes) - max(sizes) < 5_000
+
+
 class Attack:
     """A pickle of this creates a file when it is loaded without care."""
 
@@ -166,56 +199,75 @@ def reseal(path: Path) -> None:
     write_sums(path, known={})
 
 
-def with_attack_in_the_pickle_of_torch(path: Path, described: Any, attack: Attack) -> None:
+def with_pickles_of_torch(path: Path, attack: Attack) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(attack))
+    torch.save(attack, path / "__0_0.safetensors.pt")
 
 
-def with_attack_in_a_tensor(path: Path, described: Any, attack: Attack) -> None:
-    with (path / "__0_0.distcp").open("ab") as file:
-        start = file.tell()
-        torch.save(attack, file)
-        end = file.tell()
-    for tensor in described.values():
-        for chunk in tensor["chunks"]:
-            chunk[3:] = [start, end - start]
+def with_a_pickle_for_tensors(path: Path, attack: Attack) -> None:
+    torch.save(attack, path / OF_RANK_0)
 
 
-def with_another_file(path: Path, described: Any, attack: Attack) -> None:
-    torch.save(torch.zeros(3), path.parent / "secret")
-    for tensor in described.values():
-        for chunk in tensor["chunks"]:
-            chunk[2] = "../secret"
+def with_an_older_pickle(path: Path, attack: Attack) -> None:
+    torch.save(attack, path / "__0_0.distcp")
 
 
-def with_a_hole(path: Path, described: Any, attack: Attack) -> None:
-    described["model.weight"]["chunks"].clear()
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+    """Change the tensors of rank 0, and the places of these parts in the whole tensors."""
+    with safe_open(path / OF_RANK_0, framework="pt") as file:
+        places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+    tensors = load_file(path / OF_RANK_0)
+    change(tensors, places)
+    save_file(tensors, path / OF_RANK_0, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
 
 
-def with_a_type_that_is_none(path: Path, described: Any, attack: Attack) -> None:
-    described["model.weight"]["dtype"] = "save"
+def with_a_hole(path: Path, attack: Attack) -> None:
+    rewrite(path, lambda _, places: places["model.weight"]["saved_offsets"].__setitem__(0, 3))
 
 
-DESCRIBED = "tensors.json does not describe the files of this checkpoint"
+def with_a_part_twice(path: Path, attack: Attack) -> None:
+    shutil.copy(path / OF_RANK_0, path / TENSORS.format(2))
+
+
+def without_a_tensor(path: Path, attack: Attack) -> None:
+    rewrite(path, lambda tensors, _: tensors.pop("model.weight"))
+
+
+def with_another_size(path: Path, attack: Attack) -> None:
+    rewrite(path, lambda tensors, _: tensors.update({"model.weight": torch.zeros(50, 41)}))
+
+
+def with_places_of_nothing(path: Path, attack: Attack) -> None:
+    rewrite(path, lambda _, places: places.clear())
+
+
+def with_places_that_are_words(path: Path, attack: Attack) -> None:
+    rewrite(path, lambda _, places: places["model.weight"].update({"saved_offsets": ["a", "b"]}))
+
+
+INCOMPLETE = r"the \.safetensors files do not have all tensors"
 
 
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (with_attack_in_the_pickle_of_torch, None),
-        (with_attack_in_a_tensor, "cannot be loaded: rank 0: UnpicklingError"),
-        (with_another_file, DESCRIBED),
-        (with_a_hole, DESCRIBED),
-        (with_a_type_that_is_none, DESCRIBED),
+        (with_pickles_of_torch, None),
+        (with_a_pickle_for_tensors, INCOMPLETE),
+        (with_an_older_pickle, r"has \.distcp files of an older version: convert it"),
+        (with_a_hole, f"{INCOMPLETE} .model.weight: 2000 of 2120 values"),
+        (with_a_part_twice, INCOMPLETE),
+        (without_a_tensor, "model.weight is missing"),
+        (with_another_size, "model.weight has shape .50, 41., but this model needs .50, 40."),
+        (with_places_of_nothing, INCOMPLETE),
+        (with_places_that_are_words, INCOMPLETE),
     ],
 )
 def test_a_tampered_checkpoint_executes_nothing(tamper, message, tmp_path):
     with one_rank():
         path = save_step(tmp_path, 1)
-        described = json.loads((path / TENSORS).read_text())
-        tamper(path, described, Attack(tmp_path / "executed"))
-        (path / TENSORS).write_text(json.dumps(described))
-        with pytest.raises(SettingError, match="differs from SHA256SUMS"):
-            load_step(path)
+        tamper(path, Attack(tmp_path / "executed"))
+        if message is None:
+            assert load_step(path) == 1
         reseal(path)
         if message is None:
             assert load_step(path) == 1
@@ -223,6 +275,28 @@ def test_a_tampered_checkpoint_executes_nothing(tamper, message, tmp_path):
             with pytest.raises(SettingError, match=message):
                 load_step(path)
         assert not (tmp_path / "executed").exists()
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_until_it_is_converted_as_documented(tmp_path):
+    """Saved as before: one pickle of torch per rank, and another one for the places of the tensors."""
+    with one_rank():
+        path, run = save_step(tmp_path, 3), SavedRun(None, step=3)
+        writer = FileSystemWriter(path)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        save_state(run.checkpointer._state(), storage_writer=writer, planner=planner)
+        (path / OF_RANK_0).unlink()
+        (path / "tensors.json").write_text("{}")
+        reseal(path)
+        with pytest.raises(SettingError, match=r"00003 has \.distcp files of an older version: convert it"):
+            load_step(tmp_path)
+    _, _, section = (ROOT / "docs" / "checkpoints.md").read_text().partition("## Checkpoints of older")
+    commands = [line[4:] for line in section.splitlines() if line.startswith("    ")]
+    script = "\n".join(["set -e", f'python() {{ {shlex.quote(sys.executable)} "$@"; }}', *commands])
+    done = subprocess.run(["bash", "-c", script], cwd=path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with one_rank():
+        assert load_step(tmp_path) == 3
+    assert names(path) == ["SHA256SUMS", "run.json", "tensors.safetensors"]
 
 
 NESTED = 100_000 * "[" + 100_000 * "]"

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("tyro")
+pytest.importorskip("rich")
 pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 

@@ -34,9 +34,8 @@ EXTRA = {
 }
 OTHERS = {
     *("datasets", "hypothesis", "megatron", "numba", "pandas", "pyarrow"),
-    *("transformers", "triton", "zstandard"),
+    *("docstring_parser", "markdown_it", "pygments", "transformers", "triton", "tyro", "zstandard"),
 }
-OF_TYRO = {"docstring_parser", "markdown_it", "pygments", "shtab", "typeguard"}
 
 
 def run_without(packages: set[str], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +56,7 @@ def run_without(packages: set[str], folder: Path, *arguments: str) -> subprocess
 def test_the_self_test_runs_with_torch_and_numpy_alone(tmp_path: Path) -> None:
     path = tmp_path / "selftest.json"
     done = run_without(
-        EXTRA | OTHERS | OF_TYRO,
+        EXTRA | OTHERS,
         tmp_path,
         *("selftest", "--device=cpu", "--nproc_per_node", "2", "--ranks-per-node", "2", "--steps", "1"),
         *("--only", "facts,training", "--json", str(path)),
@@ -73,7 +72,7 @@ def test_the_self_test_runs_with_torch_and_numpy_alone(tmp_path: Path) -> None:
 
 def test_help_of_the_self_test_and_of_the_program_needs_nothing_else(tmp_path: Path) -> None:
     for arguments in (["--help"], ["selftest", "--help"]):
-        done = run_without(EXTRA | OTHERS | OF_TYRO, tmp_path, *arguments)
+        done = run_without(EXTRA | OTHERS, tmp_path, *arguments)
         assert done.returncode == 0 and "selftest" in done.stdout, done.stderr
     usual = run_without(set(), tmp_path, "selftest", "--help")
     assert done.stdout == usual.stdout

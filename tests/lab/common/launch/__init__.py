@@ -2,6 +2,6 @@
 
 import pytest
 
-pytest.importorskip("tyro")
+pytest.importorskip("rich")
 pytest.importorskip("tokenizers")
 pytest.importorskip("rich")

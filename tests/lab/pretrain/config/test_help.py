@@ -90,7 +90,10 @@ def test_defaults_are_readable(capsys):
         (["pretrain", "--lr", "1e-3x"], "--lr 1e-3x: a number is expected"),
         (["pretrain", "--model-card", "7B"], "--model-card 7B: use one of tiny, 125M, "),
         (["pretrain", "--preset"], "--preset needs a value"),
-        (["pretrain", "--strategy", "qq"], "--strategy qq: use one of baseline, qw, qwd, ulq, tlq, tlq-hs, "),
+        (
+            ["pretrain", "--strategy", "qq"],
+            "--strategy qq: use one of sdp4bit, sdp4bit-w3g3.5, ",
+        ),
         (["pretrain", "stray"], "Unrecognized options: stray"),
         (["preprocess", "--input", "a"], "missing --output-prefix PATH (see --help)"),
         (["selftest", "stray"], "Unrecognized options: stray"),

@@ -136,7 +136,10 @@ def test_demo_is_two_nodes_of_two_ranks():
         ("pretrain --strategy baseline --replica full", "--replica has no effect with strategy baseline"),
         ("pretrain --strategy qwd --pipeline-chunks 2", "--gradient-alltoall-pipeline has no effect with"),
         ("pretrain --wq-group-size 100", "weights.group_size=100 must be a positive multiple of 32"),
-        ("compare --strategies fast", "'fast' is unknown: use one of baseline, qw, qwd, ulq, tlq, tlq-hs, "),
+        (
+            "compare --strategies fast",
+            "'fast' is unknown: use one of sdp4bit, sdp4bit-w3g3.5, ",
+        ),
     ],
 )
 def test_a_wrong_setting_on_the_command_line_is_one_line_and_exit_code_2(arguments, message, capsys):

@@ -1,0 +1,108 @@
+"""CPU time that a training step takes on the host, per parameter group, with and without sdp4bit.
+
+Four gloo ranks as 2 nodes x 2 train one model of small groups twice, once with plain FSDP2, in turns. Values
+are so few that kernels and transfers take little of the time; the rest is Python and dispatch. CPU time
+counts all threads of a rank and no waiting. Run it alone on a quiet machine:
+
+    python -m benchmarks.host_time --out results/host_time.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import sdp4bit
+from benchmarks.kernels import describe_machine
+
+GROUPS, WIDTH = 16, 64
+"""Blocks of two linear layers and a norm."""
+
+
+def train(quantized: bool) -> Any:
+    """Return a function that trains one step."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        for _ in range(GROUPS)
+    ]
+    model = nn.Sequential(*blocks)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    if quantized:
+        sdp4bit.quantize_communication(model, topology=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+    inputs = torch.randn(4, WIDTH)
+
+    def step() -> None:
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(rank: int, store: str, out: str, rounds: int, steps: int) -> None:
+    """Write the microseconds per group and step of each round, as rank 0 measures them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=4, store=dist.FileStore(store, 4))
+    programs = {"plain FSDP2": train(False), "sdp4bit": train(True)}
+    found: dict[str, list[float]] = {name: [] for name in programs}
+    for number in range(rounds + 1):
+        for name, step in programs.items():
+            dist.barrier()
+            start = time.process_time()
+            for _ in range(steps):
+                step()
+            if number:  # the first round compiles kernels and makes plans
+                found[name].append((time.process_time() - start) / steps / GROUPS * 1e6)
+    if rank == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file to add the result to, by commit")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/out.json"
+        mp.spawn(measure, (f"{folder}/store", out, args.rounds, args.steps), nprocs=4)
+        found = json.loads(Path(out).read_text(encoding="utf-8"))
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    result = {
+        **describe_machine(),
+        "command": shlex.join(["python", "-m", "benchmarks.host_time", *sys.argv[1:]]),
+        "layout": f"4 gloo ranks as 2 x 2, {GROUPS} groups of {2 * WIDTH * WIDTH + 4 * WIDTH:,} values, bf16",
+        "n": args.rounds,
+        "unit": "microseconds of CPU time of rank 0 per group and step",
+        "medians": medians,
+        "added": medians["sdp4bit"] - medians["plain FSDP2"],
+        "rounds": found,
+    }
+    print(json.dumps(result, indent=2))
+    if args.out:
+        known = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else []
+        args.out.write_text(json.dumps([*known, result], indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
