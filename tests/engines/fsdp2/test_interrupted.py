@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from sdp4bit import SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.weight_replica import WeightReplica
+from sdp4bit.quantization import ops
 from tests.ranks import on_ranks
 from tests.toy import POLICY, Run, assert_replicas_identical, build, data_mesh
 
@@ -29,8 +30,9 @@ CONFIG = SDP4BitConfig(weights=WeightConfig(bits=8, group_size=32), gradients=No
 
 @contextmanager
 def failing(name: str, *, ranks: tuple[int, ...] = (0, 1)) -> Iterator[None]:
-    """Let the next call of a method of replicas fail on these ranks."""
-    real, left = getattr(WeightReplica, name), [dist.get_rank() in ranks]
+    """Let the next call of a method of replicas, or of an operator, fail on these ranks."""
+    owner = WeightReplica if hasattr(WeightReplica, name) else ops
+    real, left = getattr(owner, name), [dist.get_rank() in ranks]
 
     def fail_once(*args: Any, **options: Any) -> Any:
         if any(left):
@@ -38,7 +40,7 @@ def failing(name: str, *, ranks: tuple[int, ...] = (0, 1)) -> Iterator[None]:
             raise torch.OutOfMemoryError("on purpose")
         return real(*args, **options)
 
-    with mock.patch.object(WeightReplica, name, fail_once):
+    with mock.patch.object(owner, name, fail_once):
         yield
     assert not any(left), "nothing has failed"
 
@@ -73,7 +75,7 @@ def test_a_refresh_that_was_not_sent_stays_due() -> None:
 @on_ranks(2)
 def test_a_refresh_that_was_applied_in_part_is_followed_by_one_in_full_precision() -> None:
     torn: set[str] = set()
-    repeated = losses(lambda run: torn.update(interrupt(run, "apply")))
+    repeated = losses(lambda run: torn.update(interrupt(run, "dequantize_add")))
 
     def resync(run: Run) -> None:
         run.comm._state.request_resync([group for group in run.comm.groups if group.view.name in torn])
@@ -88,7 +90,7 @@ def test_all_ranks_repeat_a_refresh_that_failed_on_one() -> None:
     run, x = Run(model, CONFIG, topology=1), torch.ones(2, 64)
     for ranks in ((), (0,), ()):
         raised = pytest.raises(torch.OutOfMemoryError) if dist.get_rank() in ranks else nullcontext()
-        with torch.no_grad(), failing("apply", ranks=ranks), raised:
+        with torch.no_grad(), failing("dequantize_add", ranks=ranks), raised:
             model(x)
         model.reshard()
         model.reset_iter_state()
