@@ -1,7 +1,7 @@
 """Bytes that one rank sends, from the formulas of docs/spec.md and docs/method.md.
 
 Only the cuts of a row are the library's: the lengths of sections, and `cut_into_chunks`, which
-tests/collectives/test_pipeline.py checks. Collectives of the communication library count as rings, see
+tests/collectives/test_plan.py checks. Collectives of the communication library count as rings, see
 `sdp4bit.traffic`.
 """
 
