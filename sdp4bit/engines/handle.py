@@ -20,6 +20,7 @@ from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.arrival import wait_for_ranks
+from sdp4bit.engines.owned_hooks import end_with
 from sdp4bit.engines.protocol import Engine
 from sdp4bit.log import logger
 from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
@@ -32,8 +33,6 @@ from sdp4bit.traffic import format_bytes
 from sdp4bit.warn import warn_user
 
 StateDict = dict[str, Any]  # checkpoint state of a model's communication
-_dropped: list[RemovableHandle] = []
-"""Hooks of handles that were freed while attached."""
 
 
 def check_state(state: object, *, owner: str, version: int, keys: Sequence[str]) -> None:
@@ -85,10 +84,6 @@ class CommHandle(ABC):
 
     def _watch_optimizers(self) -> RemovableHandle:
         """Watch the steps of every torch optimizer, so that no report outlives its source."""
-        # Removed here and not by the finalizer below: a garbage collection may come while an optimizer
-        # iterates over its hooks.
-        while _dropped:
-            _dropped.pop().remove()
         reference = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -98,7 +93,7 @@ class CommHandle(ABC):
 
         # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
         hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
-        weakref.finalize(self, _dropped.append, hook)
+        end_with(self, [hook])
         return hook
 
     @contextmanager

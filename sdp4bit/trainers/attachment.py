@@ -30,6 +30,7 @@ from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
 from sdp4bit.engines.fsdp2.api import Skip, quantize_communication
 from sdp4bit.engines.fsdp2.checks import other_engine
 from sdp4bit.engines.handle import CommHandle
+from sdp4bit.engines.owned_hooks import end_with
 from sdp4bit.warn import warn_user
 
 FOLDER = "sdp4bit"  # folder of the communication state in a trainer's checkpoint
@@ -113,8 +114,6 @@ class Wrappers:
     model alone. The hook is registered when a wrapper's first forward begins.
     """
 
-    _dropped: ClassVar[list[RemovableHandle]] = []
-    """Hooks of states that were freed while attached."""
     _latest: ClassVar[weakref.WeakKeyDictionary[nn.Module, Wrappers]] = weakref.WeakKeyDictionary()
     """The latest one of each model."""
 
@@ -122,9 +121,6 @@ class Wrappers:
         self, model: nn.Module, state: DDPCommState, *, wrapper: DistributedDataParallel | None = None
     ) -> None:
         """Register with the wrapper; None if the trainer has made one without showing it."""
-        # Removed here and not when the state is freed, because modules may be iterating over their hooks.
-        while self._dropped:
-            self._dropped.pop().remove()
         # Weak, because hooks of all modules must keep neither alive.
         model = uncompiled(model)
         self._model, self._state = weakref.ref(model), weakref.ref(state)
@@ -140,7 +136,7 @@ class Wrappers:
         if before is not None and before.is_attached:
             before.remove()
         made = register_module_module_registration_hook(self._note_child)
-        weakref.finalize(state, self._dropped.append, made)
+        end_with(state, [made])
         state._undo.callback(made.remove)
         state._undo.callback(self._stop_waiting)
 

@@ -27,15 +27,12 @@ from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import ParamView, reduce_over_copies, tensor_version
 from sdp4bit.engines.handle import changes_weights
+from sdp4bit.engines.owned_hooks import end_with
 from sdp4bit.log import logger
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.warn import warn_user
 
 FULL_REFRESHES_IN_A_ROW = 3  # consecutive ones that cause a warning
-
-
-_dropped: list[RemovableHandle] = []
-"""Hooks of models that were freed while attached."""
 
 
 def in_backward() -> bool:
@@ -69,10 +66,6 @@ class StepObserver:
 
     def watch_optimizers(self) -> Sequence[RemovableHandle]:
         """Watch the steps of every torch optimizer; the hooks do not keep the model alive."""
-        # Removed here and not by the finalizer below: a garbage collection may come while an optimizer
-        # iterates over its hooks.
-        while _dropped:
-            _dropped.pop().remove()
         reference = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -92,7 +85,7 @@ class StepObserver:
             register_optimizer_step_pre_hook(torch.compiler.disable(before_step)),
             register_optimizer_step_post_hook(torch.compiler.disable(after_step)),
         ]
-        weakref.finalize(self, _dropped.extend, hooks)
+        end_with(self, hooks)
         return hooks
 
     def _only_creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
