@@ -8,14 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.plan import (
-    AllReducePlan,
-    Plans,
-    group_unit,
-    is_long_enough,
-    piece_count,
-    plan_all_reduce,
-)
+from sdp4bit.collectives.chunks import group_unit
+from sdp4bit.collectives.plan import AllReducePlan, Plans, is_long_enough, piece_count, plan_all_reduce
 from sdp4bit.collectives.reduce_scatter import (
     QuantizedReduceScatter,
     SectionValues,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sdp4bit.collectives.chunks import group_unit
 from sdp4bit.collectives.plan import (
     Chunk,
     Hop,
@@ -17,7 +18,6 @@ from sdp4bit.collectives.plan import (
     Plans,
     ReducePlan,
     Transfer,
-    group_unit,
     hops_of,
     plan_reduce,
 )

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
 
+from sdp4bit.collectives.chunks import CHUNKS_UNDER_WAY
 from sdp4bit.collectives.errors import comm_error_context, exchange_error, is_communication_failure
-from sdp4bit.collectives.plan import CHUNKS_UNDER_WAY, Message
+from sdp4bit.collectives.plan import Message
 from sdp4bit.collectives.scratch import Messages, Scratch
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.traffic import Level

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from sdp4bit.addresses import page
+from sdp4bit.collectives.chunks import pipeline_chunks
 from sdp4bit.collectives.group import Group, Remarks
-from sdp4bit.collectives.plan import hops_of, is_long_enough, pipeline_chunks
+from sdp4bit.collectives.plan import hops_of, is_long_enough
 from sdp4bit.collectives.sections import FINE_BITS, fine_bits
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import GradientConfig, WeightConfig

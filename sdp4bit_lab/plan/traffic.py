@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sdp4bit.collectives.chunks import group_unit
 from sdp4bit.collectives.plan import (
     Launch,
     ReducePlan,
     Step,
     Transfer,
-    group_unit,
     holds_all_rows,
     is_long_enough,
     plan_all_reduce,

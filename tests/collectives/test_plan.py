@@ -21,16 +21,8 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives import transport
-from sdp4bit.collectives.plan import (
-    MOST_CHUNKS,
-    MOST_PLANS,
-    Plan,
-    cut_into_chunks,
-    pipeline_chunks,
-    plan_all_reduce,
-    plan_reduce,
-    plan_refresh,
-)
+from sdp4bit.collectives.chunks import MOST_CHUNKS, cut_into_chunks, pipeline_chunks
+from sdp4bit.collectives.plan import MOST_PLANS, Plan, plan_all_reduce, plan_reduce, plan_refresh
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import CutParam, Section, cut_row, whole_row
 from sdp4bit.collectives.topology import Nodes, arrange

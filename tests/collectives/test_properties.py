@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sdp4bit.collectives.plan import group_unit
+from sdp4bit.collectives.chunks import group_unit
 from sdp4bit.collectives.sections import CutParam, Section, cut_row, merge_ranges
 from sdp4bit.config import QUANTIZED_BITS, GradientConfig, WeightConfig
 from sdp4bit.traffic import Grid, Traffic

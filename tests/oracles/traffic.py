@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sdp4bit.collectives.plan import cut_into_chunks
+from sdp4bit.collectives.chunks import cut_into_chunks
 from sdp4bit.collectives.sections import Section
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Grid, Traffic

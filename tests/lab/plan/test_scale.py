@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sdp4bit import GradientConfig, SDP4BitConfig
+from sdp4bit.collectives.chunks import pipeline_chunks
 from sdp4bit.collectives.host import exchanges_of
-from sdp4bit.collectives.plan import pipeline_chunks
 from sdp4bit.traffic import Grid
 from sdp4bit_lab.plan.costs import Cluster
 from sdp4bit_lab.plan.devices import DEVICES, DeviceName, Operator, Work
