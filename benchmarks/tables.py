@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -248,13 +249,23 @@ class Results:
         if name == "launches":
             result = self._read("launches.json")
             return f"{sum(result['launches'].values()) / result['groups']:.0f}"
+        if kind == "host":
+            return self._host_time(detail)
         if name in ("sizes", "predicted-sizes"):
             return size_table(self._study("size_law"), predicted=name != "sizes")
         raise ValueError(
             f"<!-- result {name} --> names no result: use launches, memory, peaks, ratios, sizes, "
             "predicted-sizes, link-NAME, box-NAME, loss-STRATEGY, nodes-COUNT, gain-GBIT, hsdp-GBIT, "
-            "nccl-GBIT or ncclhsdp-GBIT"
+            "nccl-GBIT, ncclhsdp-GBIT, host-plain, host-before or host-now"
         )
+
+    def _host_time(self, which: str) -> str:
+        """Return milliseconds per group and step: of plain FSDP2, or added at the first or last commit."""
+        rows = self._read("host_time.json")
+        if which == "plain":
+            return f"{statistics.median(row['medians']['plain FSDP2'] for row in rows) / 1000:.1f}"
+        commit = rows[0 if which == "before" else -1]["commit"]
+        return f"{statistics.median(row['added'] for row in rows if row['commit'] == commit) / 1000:.1f}"
 
     def _gain_over_nccl(self, gbit: int, *, layout: str, over: str, of: str) -> str:
         wanted = {"rate": f"{gbit}gbit", "reference": over, "strategy": of}
