@@ -189,6 +189,8 @@ class QuantizedAllReduce:
             name: name of the reduced tensor, for errors.
         """
         self._topology = topology
+        self.group_unit = group_unit(config, grid=topology.layout)
+        """The least common multiple of the group sizes of all levels."""
         self._traffic = traffic or topology.counter()
         self._scratch = scratch or Scratch()
         name = name or f"group {bucket}"
@@ -224,11 +226,6 @@ class QuantizedAllReduce:
     def bits(self) -> Bits:
         """Bits of a gathered value, which are those of the last hop."""
         return self._pieces.bits
-
-    @property
-    def group_unit(self) -> int:
-        """The least common multiple of the group sizes of all hops."""
-        return group_unit(self.config, grid=self._topology.layout)
 
     def takes(self, numel: int) -> bool:
         """Return whether this many values are quantized; otherwise the caller uses a plain all-reduce."""

@@ -129,6 +129,8 @@ class QuantizedReduceScatter:
         """
         self.topology = topology
         self.config = config
+        self.group_unit = group_unit(config, grid=topology.layout)
+        """The least common multiple of the group sizes of all levels."""
         self.hops = hops_of(topology.layout, config)
         # Without a quantizer the transform would only add rounding errors.
         self.hadamard = config.hadamard and any(hop.bits is not None for hop in self.hops)
@@ -156,11 +158,6 @@ class QuantizedReduceScatter:
     def bits(self) -> Bits:
         """Bits of a value on the last hop, which is between nodes if there are several nodes."""
         return self.hops[-1].bits
-
-    @property
-    def group_unit(self) -> int:
-        """The least common multiple of the group sizes of all levels."""
-        return group_unit(self.config, grid=self.topology.layout)
 
     def plan(self, sections: tuple[Section, ...], *, in_one_chunk: bool = False) -> ReducePlan:
         """Return the plan of rows that are made up of these sections, made at their first use."""
