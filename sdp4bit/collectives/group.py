@@ -165,7 +165,10 @@ class Group:
 
     @property
     def plan(self) -> GroupPlan:
-        """The plans that the last step ran, or reasons: `print(comm.groups[0].plan)`."""
+        """The latest plans that were run, or reasons: `print(comm.groups[0].plan)`.
+
+        A later step may have been in full precision; `stats()` reports it.
+        """
         replica, reduction, all_reduce = self.replica, self.reduction, self.all_reduce
         summed: AllReducePlan | str | None = None
         if self.replicate_layout is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
+from sdp4bit.collectives.plan import MOST_PLANS
 from sdp4bit.collectives.sections import CutParam, Range, Section, cut_row, merge_ranges, whole_row
 
 
@@ -62,6 +63,8 @@ class Row:
             return whole_row(numel)
         key = (numel, tuple(order), frozenset(trainable), unit, separate)
         if key not in self._gradients:
+            if len(self._gradients) >= MOST_PLANS:  # experts without a gradient give many lengths
+                self._gradients.clear()
             sections = self._gradient_sections(numel, order, trainable, unit=unit, separate=separate)
             self._gradients[key] = sections
         return self._gradients[key]
