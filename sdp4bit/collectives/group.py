@@ -71,25 +71,6 @@ class Remarks:
     staged: str = ""  # how chunks of successive groups overlap, instead of those of one row
 
 
-class Reduction(NamedTuple):
-    """A sum of gradients over ranks."""
-
-    process_group: ProcessGroup
-    factor: float  # of the sum; NaN if not known
-
-
-@dataclass(kw_only=True)
-class MeanSample:
-    """A sample of a step's gradients before their reductions, and of the mean that arrives."""
-
-    numel: int  # values from which it is taken
-    ranges: Sequence[Range]
-    sent: Tensor  # fp32 [n], the sum of this rank's gradients
-    received: Tensor  # fp32 [n], this rank's part of the mean, to be summed over the ranks
-    reductions: list[Reduction]
-    is_complete: bool = False  # whether the mean of all gradients has arrived
-
-
 class GroupPlan(NamedTuple):
     """The plans of a parameter group; prints itself."""
 
@@ -153,7 +134,6 @@ class Group:
         self.gradient_bits: Bits = None  # bits of the last reduction; None for full precision
         self.gradient_sample: Tensor | None = None
         """Sample of the last reduction in a step that will be measured."""
-        self.mean_sample: MeanSample | None = None  # of all reductions in such a step
         self.counts_nonfinite = False  # whether steps are measured
         self.nonfinite_groups: Tensor | None = None
         """Received non-finite quantization groups since the last measured step, fp64 on the device."""

@@ -17,7 +17,6 @@ from sdp4bit.observe.measures import (
     Measures,
     Telemetry,
     group_squares,
-    mean_ratios,
     pending_squares,
     total_error,
     total_measures,
@@ -135,13 +134,12 @@ class ModelState:
         is_due = self.telemetry.is_due(self.steps)
         if is_due:
             self.telemetry.publish(self._squares(self.telemetry.sample_numel), step=self.steps)
-            self.telemetry.means = [group.mean_sample for group in self.groups]
         for listener in self.step_listeners:
             listener(self.steps)
         if is_due:
             for group in self.groups:
                 # Otherwise a group without a gradient in the next measured step would report this one again.
-                group.gradient_sample = group.nonfinite_groups = group.mean_sample = None
+                group.gradient_sample = group.nonfinite_groups = None
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -150,14 +148,7 @@ class ModelState:
         squares = self.telemetry.with_last_gradients(self._squares(None))
         pending = [pending_squares(group) for group in self.groups]
         unsent = torch.stack(pending) if pending else torch.empty(0, 2, dtype=torch.float64)
-        last = zip(self.groups, self.telemetry.means, strict=True)
-        ratio, scale = mean_ratios([group.mean_sample or before for group, before in last])
-        return {
-            **total_measures(squares),
-            "pending": total_error(unsent),
-            "signal_to_noise": ratio,
-            "gradient_noise_scale": scale,
-        }
+        return {**total_measures(squares), "pending": total_error(unsent)}
 
     def _squares(self, sample_numel: int | None) -> Tensor:
         # One group at a time: measuring an entire shard takes several times its memory.

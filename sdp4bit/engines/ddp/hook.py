@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
-from sdp4bit.collectives.group import Group, Reduction, Remarks
+from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, take_ranges
 from sdp4bit.collectives.topology import Nodes, Topology, TopologySpec, create_topologies, destroy_topology
@@ -34,7 +34,7 @@ from sdp4bit.observe.explain import (
     one_node_note,
     one_node_reason,
 )
-from sdp4bit.observe.measures import Telemetry, sample_gradient, sample_received, sample_sent
+from sdp4bit.observe.measures import Telemetry, sample_gradient
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.ops import checksum
 from sdp4bit.quantization.random import check_numbers
@@ -320,8 +320,6 @@ class DDPCommState(CommHandle):
         assert all_reduce is not None
         sample_numel, size = self._state.gradient_sample_numel, group.layout.size
         nonfinite = sample_gradient(group, values, sample_numel=sample_numel)
-        over = Reduction(cast(ProcessGroup, group.view.process_group), 1.0 / size)
-        sample_sent(group, values, over, sample_numel=sample_numel)
         group.gradient_bits = all_reduce.bits
         if device not in self._streams:
             self._streams[device] = SideStream(device)
@@ -329,8 +327,7 @@ class DDPCommState(CommHandle):
 
         def average() -> None:
             # A backward pass reduces each bucket once, so (step, bucket) is unique.
-            all_reduce(values, call=call, multiplier=over.factor, nonfinite=nonfinite)
-            sample_received(group, values, over, copies=size, sample_numel=sample_numel)
+            all_reduce(values, call=call, multiplier=1.0 / size, nonfinite=nonfinite)
             # On a GPU, waiting for the future waits for the side stream, which is current here.
             future.set_result(values)
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.group import GradientQuantizer, Reduction, mean_factor, reduction_multiplier
+from sdp4bit.collectives.group import GradientQuantizer, reduction_multiplier
 from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.transport import CompletedWork, DeferredWork, all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Refresh
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import Comm
-from sdp4bit.observe.measures import sample_gradient, sample_received, sample_sent
+from sdp4bit.observe.measures import sample_gradient
 
 
 class _Hook:
@@ -216,10 +216,7 @@ class ReduceScatterHook(_Hook):
         group.awaits_all_reduce = group.replicate_layout is not None
         group.gradient_bits = None
         sections = _quantized_sections(group, state, output.numel(), reduction)
-        over, sample_numel = None, state.gradient_sample_numel
-        if sample_numel is not None:  # a step that will be measured
-            over = Reduction(torch_group, mean_factor(op, torch_group))
-            sample_sent(group, input, over, sample_numel=sample_numel)
+        sample_numel = state.gradient_sample_numel
         if reduction is None or not sections:
             group.count_dense(group.gradient_traffic, output.nbytes)
             what = f"full-precision gradient reduce-scatter of {group.view.name}"
@@ -236,9 +233,6 @@ class ReduceScatterHook(_Hook):
                 sections=sections,
             )
             group.gradient_bits = reduction.bits
-        if over is not None and group.replicate_layout is None:
-            first = torch_group.rank() * output.numel()
-            sample_received(group, output, over, first=first, sample_numel=sample_numel)
 
 
 class ReplicateGroup(_Hook):
@@ -274,7 +268,7 @@ class ReplicateGroup(_Hook):
             state.before_all_reduce(group)
             group.gradient_bits, group.awaits_all_reduce = None, False
             sections = _quantized_sections(group, state, values.numel(), all_reduce)
-            sample_numel, shards = state.gradient_sample_numel, group.view.process_group
+            sample_numel = state.gradient_sample_numel
             if all_reduce is None or not sections or not all_reduce.takes(values.numel()):
                 if not values.numel():
                     return
@@ -300,11 +294,6 @@ class ReplicateGroup(_Hook):
                     sections=sections,
                 )
                 group.gradient_bits = all_reduce.bits
-            if sample_numel is not None:
-                over = Reduction(self._stock, mean_factor(opts.reduceOp, self._stock))
-                first = 0 if shards is None else shards.rank() * values.numel()
-                copies = self._stock.size()
-                sample_received(group, values, over, first=first, copies=copies, sample_numel=sample_numel)
 
 
 def _quantized_sections(
