@@ -239,8 +239,8 @@ class CommHandle(ABC):
         groups, stats = self.groups, self.stats()
         shapes = dict.fromkeys(g.layout.describe() for g in groups)
         quantized = {
-            "weights": sum(g.replica is not None for g in groups),
-            "gradients": sum(bool(g.gradient_quantizers) for g in groups),
+            "weights": sum(g.weights.replica is not None for g in groups),
+            "gradients": sum(bool(g.gradients.quantizers) for g in groups),
         }
         text = (
             f"{type(self).__name__}: {len(groups)} parameter group{'s' * (len(groups) != 1)} on "

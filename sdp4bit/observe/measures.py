@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from sdp4bit.collectives.group import Group
-from sdp4bit.collectives.sections import Range, take_ranges
+from sdp4bit.collectives.samples import sample_ranges
+from sdp4bit.collectives.sections import Range
 from sdp4bit.config import TelemetryConfig
-
-_PIECES = 8
 
 
 class Measures(TypedDict):
@@ -47,70 +46,21 @@ SQUARES = 7
 weights (drift), and the number of non-finite gradient groups."""
 
 
-def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
-    """Return at most eight evenly spaced ranges of a shard with about `sample_numel` values.
-
-    Args:
-        unit: size of a quantization group. Ranges consist of complete groups, except for the shard's last.
-    """
-    if numel <= max(sample_numel, unit):
-        return [(0, numel)]
-    units = -(-numel // unit)
-    length = max(1, sample_numel // (_PIECES * unit))
-    count = min(_PIECES, max(1, sample_numel // (length * unit)), units // length)
-    starts = [(index * units // count) * unit for index in range(count)]
-    return [(start, min(start + length * unit, numel)) for start in starts]
-
-
-def sample_of(values: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """Return a concatenated copy of these ascending ranges of values [n]."""
-    return torch.cat(take_ranges(values, ranges))
-
-
-def sample_gradient(group: Group, gradient: Tensor, *, sample_numel: int | None) -> Tensor | None:
-    """Keep a sample of a gradient that is about to be reduced, and count its non-finite groups.
-
-    Args:
-        gradient: [n], this rank's input to the reduction.
-        sample_numel: size of the sample; None in steps that are not measured.
-
-    Returns:
-        The counter of non-finite quantization groups for the reduction; None if steps are not measured.
-    """
-    quantizers = group.gradient_quantizers
-    if not quantizers or not gradient.numel():
-        return None
-    if sample_numel is not None:
-        ranges = _gradient_ranges(group, gradient.numel(), sample_numel=sample_numel)
-        group.gradient_sample = sample_of(gradient, ranges)
-    elif not group.counts_nonfinite:
-        return None
-    # Counted in every step, so that no NaN between two samples is missed, and read with the next sample.
-    if group.nonfinite_groups is None:
-        group.nonfinite_groups = torch.zeros((), dtype=torch.float64, device=gradient.device)
-    return group.nonfinite_groups
-
-
-def _gradient_ranges(group: Group, numel: int, *, sample_numel: int) -> list[Range]:
-    unit = math.lcm(*(quantizer.group_unit for quantizer in group.gradient_quantizers))
-    return sample_ranges(numel, sample_numel=sample_numel, unit=unit)
-
-
 def group_squares(group: Group, *, sample_numel: int | None) -> Tensor:
     """Return the current squared norms of a group, fp64 [SQUARES]; sends nothing.
 
     Args:
         sample_numel: size of the weight sample, taken at the end of a step. None measures the entire shard.
     """
-    numel, replica = group.view.shard_numel, group.replica
+    numel, replica = group.view.shard_numel, group.weights.replica
     unknown = torch.full((), math.nan, dtype=torch.float64, device=group.view.device)
     gradient, difference, drift = [unknown] * 2, [unknown] * 2, [unknown] * 2
 
     # 1. The gradient that was sampled last. Errors of successive collectives are measured separately and
     # added; see `QuantizedAllReduce.requantized`.
-    exact = group.gradient_sample
-    if group.gradient_quantizers and exact is not None:
-        first, *others = group.gradient_quantizers
+    exact = group.gradients.sample
+    if group.gradients.quantizers and exact is not None:
+        first, *others = group.gradients.quantizers
         received = first.requantized(exact)
         for quantizer in others:
             received = received + (quantizer.requantized(exact) - exact)
@@ -135,14 +85,14 @@ def group_squares(group: Group, *, sample_numel: int | None) -> Tensor:
         drift = squared_norms(after.to(held.dtype).float() if is_refreshed else before, main, numel=numel)
 
     # 3. Non-finite groups that arrived since the last measured step.
-    nonfinite = unknown if group.nonfinite_groups is None else group.nonfinite_groups
+    nonfinite = unknown if group.gradients.nonfinite_groups is None else group.gradients.nonfinite_groups
     return torch.stack([*gradient, *difference, *drift, nonfinite])
 
 
 def pending_squares(group: Group) -> Tensor:
     """Return |main - replica|^2 and |main|^2 of a group's change not sent yet, fp64 [2]; sends nothing."""
     numel = group.view.shard_numel
-    sample = None if group.replica is None else group.sample_weights([(0, numel)], may_wait=True)
+    sample = None if group.weights.replica is None else group.sample_weights([(0, numel)], may_wait=True)
     if sample is None or not sample[0].numel():
         return torch.full((2,), math.nan, dtype=torch.float64, device=group.view.device)
     main, held = sample
@@ -173,8 +123,13 @@ class Telemetry:
         self.step: int | None = None  # the last measured step; None before the first
         self.squares: Tensor | None = None  # fp64 [groups, SQUARES] on the host, of this rank
 
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are measured."""
+        return self._interval > 0
+
     def is_due(self, step: int) -> bool:
-        return self._interval > 0 and step > 0 and step % self._interval == 0
+        return self.is_on and step > 0 and step % self._interval == 0
 
     def publish(self, squares: Tensor, *, step: int) -> None:
         """Store the squares of all groups after a step; the host waits for the device."""
