@@ -315,7 +315,10 @@ class SimulatedCommHandle(CommHandle):
                 comm.view.rows.write_rows(gradients, rows)
                 if rank == 0:
                     comm.reductions_of_all.abandon()
-                    comm.reduction = comm.gradients.next_reduction(rows.view(-1), dist.ReduceOp.SUM)
+                    # One that an exception has interrupted is repeated, with the same bits.
+                    comm.reduction = comm.reduction or comm.gradients.next_reduction(
+                        rows.view(-1), dist.ReduceOp.SUM
+                    )
                 comm.reductions_of_all.add(
                     rows,
                     call=comm.reduction["call"],
@@ -346,6 +349,7 @@ class SimulatedCommHandle(CommHandle):
                     rows.read_row(row.div_(ranks), rank=rank, tensors=reduced)
 
                 comm.reductions_of_all.finish(take)
+                comm.reduction = {}
             else:
                 comm.gradients.count_plain(comm.view.shard_numel * torch.float32.itemsize)
                 torch._foreach_div_(list(reduced.values()), float(ranks))

@@ -396,7 +396,7 @@ def test_a_divide_factor_set_later_divides_quantized_gradients_or_is_refused() -
     for module in fsdp:
         module.set_force_sum_reduction_for_comms(False)
         module.set_gradient_divide_factor(2.5)
-    with pytest.raises(ValueError, match=r"FSDP2 asks for the reduction RedOpType\.PREMUL_SUM"):
+    with pytest.raises(ValueError, match=r"asks for the reduction RedOpType\.PREMUL_SUM"):
         gradients_of(models[1])
 
 
