@@ -101,6 +101,7 @@ store = TCPStore(os.environ["MASTER_ADDR"], 29511, 2, rank == 0, limit)
 group, values = _connected_on_use(store, rank, 2, limit), torch.ones(1)
 group.allreduce([values]).wait()
 assert values.item() == 2
+del group  # gloo's threads end here; at the interpreter's exit they may still run, which aborts it
 """
 
 
