@@ -27,7 +27,7 @@ from tests import mutations, ranks
 
 ECOSYSTEM = (
     "tests/ecosystem/",
-    "tests/engines/megatron/",
+    "tests/megatron/",
     "tests/kernels/",
     "tests/lab/report/test_page.py",
 )

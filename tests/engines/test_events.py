@@ -192,7 +192,7 @@ class DDP(Engine):
 
 class MegatronCore(Engine):
     def __init__(self, config: SDP4BitConfig | None, folder: Path) -> None:
-        from tests.engines.megatron import runs
+        from tests.megatron import runs
 
         super().__init__(folder)
         config = config and runs.IDENTITY

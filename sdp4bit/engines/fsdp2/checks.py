@@ -38,7 +38,7 @@ _OTHER_ENGINES = {
     "torchtitan.experiments.graph_trainer.": (
         "sdp4bit does not support SimpleFSDP: train with torchtitan's own Trainer, which shards with FSDP2"
     ),
-    "megatron.core.distributed.": f"Call sdp4bit.megatron.quantize_communication ({page('megatron')})",
+    "megatron.core.distributed.": f"Call sdp4bit_megatron.quantize_communication ({page('megatron')})",
 }
 """Ways out for models that another engine wraps, by the beginning of its module's name, first match."""
 

@@ -16,10 +16,10 @@ from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import TelemetryConfig, WeightConfig
 from sdp4bit.engines.interrupted import REASON
-from sdp4bit.engines.megatron.buckets import MegatronBucket
 from sdp4bit.observe.measures import sample_gradient, sample_of
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.traffic import TrafficCounter
+from sdp4bit_megatron.buckets import MegatronBucket
 
 
 class BucketReplica(WeightReplica):
