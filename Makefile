@@ -111,4 +111,4 @@ format: $(STAMP) ## format the code and apply safe lint fixes
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find sdp4bit sdp4bit_megatron sdp4bit_lab tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find sdp4bit sdp4bit_megatron sdp4bit_deepspeed sdp4bit_lab tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

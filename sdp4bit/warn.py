@@ -9,7 +9,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-_SKIPPED = ("sdp4bit", "sdp4bit_megatron", "torch")
+_SKIPPED = ("sdp4bit", "sdp4bit_deepspeed", "sdp4bit_megatron", "torch")
 
 
 def warn_user(text: str, ranks: Iterable[int] | None = None) -> None:

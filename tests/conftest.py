@@ -26,6 +26,7 @@ from sdp4bit.quantization import ops
 from tests import mutations, ranks
 
 ECOSYSTEM = (
+    "tests/deepspeed/",
     "tests/ecosystem/",
     "tests/megatron/",
     "tests/kernels/",

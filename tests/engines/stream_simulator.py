@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests import ROOT
+from tests import ADAPTERS, ROOT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 Clock = dict["Stream", int]
@@ -295,7 +295,7 @@ def has_memory(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
 
 
-_LIBRARY = tuple(f"{ROOT}/{name}/" for name in ("sdp4bit", "sdp4bit_megatron"))
+_LIBRARY = tuple(f"{ROOT}/{name}/" for name in ("sdp4bit", *ADAPTERS))
 
 
 @cache

@@ -28,7 +28,10 @@ _OTHER_ENGINES = {
     "torch.nn.parallel.distributed": (
         f"Register sdp4bit.ddp_comm_hook with it, which quantizes gradients ({page('ddp')})"
     ),
-    "deepspeed.": f"Pass the engine that deepspeed.initialize returned ({page('deepspeed')})",
+    "deepspeed.": (
+        f"Pass the engine that deepspeed.initialize returned ({page('deepspeed')}). If this is the engine, "
+        "sdp4bit's metadata lack the entry point of its adapter: install sdp4bit again"
+    ),
     "megatron_fsdp.": "sdp4bit does not support Megatron-FSDP: shard with fully_shard of PyTorch",
     "megatron.core.distributed.fsdp.": (
         "sdp4bit does not support Megatron-FSDP: use Megatron-Core's distributed optimizer "

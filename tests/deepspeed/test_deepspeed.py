@@ -27,7 +27,7 @@ from tests.ecosystem.on_cpu import LOSSLESS, count_sent_bytes
 from tests.ranks import on_ranks, run_ranks
 
 if find_spec("deepspeed") is None:  # not imported here, because only the ranks need it
-    pytest.skip("DeepSpeed is not installed: make test-ecosystem", allow_module_level=True)
+    pytest.skip("DeepSpeed is not installed: make test-deepspeed", allow_module_level=True)
 os.environ["DS_ACCELERATOR"] = "cpu"
 PRELOAD = ["deepspeed"]
 STEPS, SAVED, MICRO_BATCHES = 8, 5, 2
