@@ -23,8 +23,9 @@ from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
 from sdp4bit.observe.explain import one_node_reason
-from sdp4bit.observe.measures import sample_gradient
 from sdp4bit.observe.stats import ModelState
+
+SUM = dist.ReduceOp.SUM
 
 
 class Block:
@@ -67,52 +68,30 @@ class Plain:
         all_gather_dense(rows, self.block.main.detach(), self.block.process_group, what=self.block.name)
         return rows
 
-    def reduce(self, rows: Tensor) -> Tensor:
-        row = torch.empty(self.block.shard_numel)
-        reduce_scatter_dense(row, rows, self.block.process_group, dist.ReduceOp.SUM, what=self.block.name)
-        return row / self.size
+    def reduce(self, row: Tensor, rows: Tensor) -> None:
+        reduce_scatter_dense(row, rows, self.block.process_group, SUM, what=self.block.name)
 
 
 class Quantized(Plain):
-    """Quantized communication of one block."""
+    """Communication of one block that its group decides on, counts and measures."""
 
-    def __init__(self, block: Block, group: Group, state: ModelState) -> None:
+    def __init__(self, block: Block, group: Group) -> None:
         super().__init__(block)
-        self.group, self.state = group, state
-        self.is_full_due = True  # the first refresh is in full precision
+        self.weights, self.gradients = group.weights, group.gradients
+        self.weights.require_full_refresh("first use")
 
     def gather(self) -> Tensor:
-        group, replica, main = self.group, self.group.replica, self.block.main.detach()
+        weights, replica, main = self.weights, self.weights.replica, self.block.main.detach()
         if replica is None:
-            group.count_dense(group.weight_traffic, main.nbytes)
-            return super().gather()
-        group.weight_traffic.count_plain(main.nbytes)
-        if self.is_full_due:
-            replica.start_full_refresh(main)
-            group.count_full_refresh("first use")
-        elif group.is_changed:
-            replica.start_quantized_refresh(main)
-            group.refreshes += 1
-        replica.wait()
-        self.is_full_due = group.is_changed = False  # only now, so that an exception leaves the refresh due
-        if replica.holds_all_rows:
-            return replica.rows.view(-1)
+            return weights.gather(main.nbytes, super().gather)
+        weights.traffic.count_plain(main.nbytes)  # of the gather that this replaces
+        weights.refresh(main)  # sends what has changed, or nothing
         rows = torch.empty(self.size * self.block.shard_numel)
         replica.gather(rows)
         return rows
 
-    def reduce(self, rows: Tensor) -> Tensor:
-        group, config, row = self.group, self.group.gradient_config, torch.empty(self.block.shard_numel)
-        if config is None or len(row) < config.min_numel or self.state.steps < config.start_step:
-            group.count_dense(group.gradient_traffic, row.nbytes)
-            group.gradient_bits = None
-            return super().reduce(rows)
-        nonfinite = sample_gradient(group, rows, sample_numel=self.state.gradient_sample_numel)
-        # The number of the call and the rank determine the rounding bits.
-        call = group.next_reduction()
-        group.reduction(row, rows, call=call, multiplier=1 / self.size, nonfinite=nonfinite)
-        group.gradient_bits = group.reduction.bits
-        return row
+    def reduce(self, row: Tensor, rows: Tensor) -> None:
+        self.gradients.reduce(row, rows, SUM, plain=partial(super().reduce, row, rows))
 
 
 class ZeRO2:
@@ -129,7 +108,7 @@ class ZeRO2:
 
     def install(self, group: Group) -> Callable[[], None]:
         index = group.index
-        previous, self.comms[index] = self.comms[index], Quantized(self.blocks[index], group, self.state)
+        previous, self.comms[index] = self.comms[index], Quantized(self.blocks[index], group)
         return partial(self.comms.__setitem__, index, previous)
 
     def on_step(self, call: Callable[[int], None]) -> Callable[[], None]:
@@ -140,7 +119,7 @@ class ZeRO2:
 
     def end_step(self) -> None:
         for group in self.groups():
-            group.is_changed = True
+            group.weights.mark_changed()
         self.state.end_step()
 
     @torch.no_grad()
@@ -151,7 +130,9 @@ class ZeRO2:
     @torch.no_grad()
     def reduce(self) -> None:
         for block, comm in zip(self.blocks, self.comms, strict=True):
-            block.main.grad = comm.reduce(block.flattened(p.grad for p in block.parameters))
+            block.main.grad = torch.empty_like(block.main)
+            comm.reduce(block.main.grad, block.flattened(p.grad for p in block.parameters))
+            block.main.grad /= comm.size
 
 
 class ZeRO2Handle(CommHandle):
@@ -170,8 +151,8 @@ class ZeRO2Handle(CommHandle):
         groups = [Group(b, index=i, layout=layouts.shards[b.ranks]) for i, b in enumerate(engine.blocks)]
         for group in groups:
             nodes = group.layout.nodes
-            group.weights_unquantized_reason = one_node_reason(config.weights, nodes=nodes)
-            group.gradients_unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
+            group.weights.unquantized_reason = one_node_reason(config.weights, nodes=nodes)
+            group.gradients.unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
         engine.state = ModelState(groups, telemetry=config.telemetry)
         super().__init__(engine.state, config=config)
         # 3. Collectives, installation and steps; `remove()` undoes them in reverse.
@@ -187,18 +168,18 @@ class ZeRO2Handle(CommHandle):
 
     def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         for group in wrong:
-            self._engine.comms[group.index].is_full_due = True
+            group.weights.require_full_refresh("requested")
         return wrong
 
     def state_dict(self) -> StateDict:
-        calls = [group.reductions for group in self.groups]
+        calls = [group.gradients.reductions for group in self.groups]
         return {"format_version": 1, "steps": self._state.steps, "reductions": calls}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         check_state(state_dict, owner="the example", version=1, keys=("steps", "reductions"))
         self._state.steps = state_dict["steps"]
         for group, calls in zip(self.groups, state_dict["reductions"], strict=True):
-            group.reductions = calls
+            group.gradients.reductions = calls
         self.resync()
 
 

@@ -26,10 +26,9 @@ from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build, host_group
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state
-from sdp4bit.engines.interrupted import REASON, agree_on_interrupted, call_all
+from sdp4bit.engines.interrupted import agree_on_interrupted, call_all
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import ONE_RANK, one_hop_note, one_node_note, one_node_reason
-from sdp4bit.observe.measures import sample_gradient
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.random import check_numbers
 from sdp4bit.warn import warn_user
@@ -83,15 +82,16 @@ class FlatGroupState(Group):
     _kept: Tensor | None = None  # this rank's row of the replica, while DeepSpeed overwrites it
 
     def attach_rows(self) -> None:
-        if self.replica is not None:
+        replica = self.weights.replica
+        if replica is not None:
             shape = self.layout.nodes, self.layout.ranks_per_node, self.view.shard_numel
-            self.replica.rows = self.view.weights.view(shape)
+            replica.rows = self.view.weights.view(shape)
 
     @torch.no_grad()
     def keep_row(self) -> None:
         """Keep this rank's row of the replica, which a step of DeepSpeed overwrites by the new weights."""
         self.put_back()  # if an exception has prevented that
-        if self.replica is not None:
+        if self.weights.replica is not None:
             self._kept = self.view.weights[self.view.own].clone()
 
     @torch.no_grad()
@@ -100,11 +100,6 @@ class FlatGroupState(Group):
         if self._kept is not None:
             self.view.weights[self.view.own].copy_(self._kept)
             self._kept = None
-
-    def count_all_reduce(self, row_bytes: int) -> None:
-        """Count DeepSpeed's all-reduce over rows of this size, which sends them twice."""
-        self.count_dense(self.gradient_traffic, row_bytes)
-        self.count_dense(self.gradient_traffic, row_bytes)
 
     def remarks(self) -> Remarks:
         return Remarks(place="in the flat buffer")
@@ -117,7 +112,7 @@ class ZeRO:
         self.zero, self._stock = zero, type(zero)
         self._handle, self._state = handle, handle._state
         self._groups = cast(Sequence[FlatGroupState], self._state.groups)
-        self._is_reduced_here = any(group.reduction is not None for group in self._groups)
+        self._is_reduced_here = any(group.gradients.reduction is not None for group in self._groups)
         self._host = host  # see `agree_on_interrupted`
         self._is_sent = False  # the weights of a step, on all ranks
 
@@ -166,7 +161,7 @@ class ZeRO:
         if not self._is_reduced_here:
             for index, _, number in bucket.params:
                 group, (first, last) = self._groups[index], self._groups[index].view.places[number]
-                group.count_all_reduce(round((last - first) * dtype.itemsize / group.layout.size))
+                group.gradients.count_plain(round((last - first) * dtype.itemsize / group.layout.size))
             self._stock.average_tensor(zero, tensor, dtype)
             return
         for index, group in enumerate(self._groups):
@@ -186,20 +181,13 @@ class ZeRO:
             start = end
 
     def _reduce(self, group: FlatGroupState, own: Tensor, values: Tensor) -> None:
-        multiplier = 1 / group.layout.size if self.zero.gradient_average else 1.0
-        config, reduction = group.gradient_config, group.reduction
-        is_due = config and own.numel() >= config.min_numel and self._state.steps >= config.start_step
-        if reduction is not None and is_due:
-            nonfinite = sample_gradient(group, values, sample_numel=self._state.gradient_sample_numel)
-            call = group.next_reduction()
-            reduction(own, values, call=call, multiplier=multiplier, nonfinite=nonfinite)
-            group.gradient_bits = reduction.bits
-            group.gradient_traffic.count_plain(own.nbytes)  # once more, because DeepSpeed all-reduces
-            return
-        group.gradient_bits = None
-        group.count_all_reduce(own.nbytes)
-        with comm_error_context(f"full-precision reduction of {group.view.name}"):
-            dist.all_reduce(values.mul_(multiplier), group=group.view.process_group)
+        def all_reduce() -> None:
+            multiplier = 1 / group.layout.size if self.zero.gradient_average else 1.0
+            with comm_error_context(f"full-precision reduction of {group.view.name}"):
+                dist.all_reduce(values.mul_(multiplier), group=group.view.process_group)
+
+        op = dist.ReduceOp.AVG if self.zero.gradient_average else dist.ReduceOp.SUM
+        group.gradients.reduce(own, values, op, plain=all_reduce)
 
     def step(self, closure: None = None) -> None:
         """Take DeepSpeed's step, but send the differences between weights and their replicas."""
@@ -224,26 +212,23 @@ class ZeRO:
         """Refresh the replicas; in full precision if an exception has interrupted the refresh before."""
         for group in self._groups:
             group.put_back()
-        torn = agree_on_interrupted(self._groups, host=self._host)
+        agree_on_interrupted(self._groups, host=self._host)
         try:
             for index, group in enumerate(self._groups):
-                if group.replica is None:
+                row = group.view.weights[group.view.own]
+                if group.weights.replica is None:
                     names = "groups_flat", "partitioned_param_groups", "dp_process_group"
-                    stock(**arguments | {name: [arguments[name][index]] for name in names})
-                    group.count_dense(group.weight_traffic, group.view.weights[group.view.own].nbytes)
+                    own = arguments | {name: [arguments[name][index]] for name in names}
+                    group.weights.gather(row.nbytes, partial(stock, **own))
                     continue
                 group.attach_rows()
-                main, row = group.view.main, group.replica.own_shard
-                group.weight_traffic.count_plain(row.nbytes)
-                if group in torn:
-                    group.replica.start_full_refresh(main.to(row.dtype))
-                    group.count_full_refresh(REASON)
-                else:
-                    group.replica.start_quantized_refresh(main)
-                    group.refreshes += 1
+                group.weights.traffic.count_plain(row.nbytes)
+                group.weights.mark_changed()
+                group.weights.refresh(group.view.main)
             self._is_sent = True
         finally:
-            call_all([group.replica.wait for group in self._groups if group.replica is not None])
+            replicas = [group.weights.replica for group in self._groups]
+            call_all([replica.wait for replica in replicas if replica is not None])
 
     def state_dict(self) -> dict[str, Any]:
         """Return DeepSpeed's state of the optimizer with the communication state."""
@@ -288,11 +273,12 @@ def attach(
     )
     groups = [FlatGroupState(f, index=i, layout=layouts.shards[f.ranks]) for i, f in enumerate(flats)]
     for group in groups:
+        group.gradients.plain_all_reduces = True
         alone, nodes = ONE_RANK if group.layout.size == 1 else "", group.layout.nodes
-        group.weights_unquantized_reason = alone or one_node_reason(settings.weights, nodes=nodes)
-        group.gradients_unquantized_reason = alone or one_node_reason(settings.gradients, nodes=nodes)
-    note = one_node_note([(g.weights_unquantized_reason, g.gradients_unquantized_reason) for g in groups])
-    quantized = [group.layout for group in groups if not group.gradients_unquantized_reason]
+        group.weights.unquantized_reason = alone or one_node_reason(settings.weights, nodes=nodes)
+        group.gradients.unquantized_reason = alone or one_node_reason(settings.gradients, nodes=nodes)
+    note = one_node_note([(g.weights.unquantized_reason, g.gradients.unquantized_reason) for g in groups])
+    quantized = [group.layout for group in groups if not group.gradients.unquantized_reason]
     for each in filter(None, (note, one_hop_note(quantized))):
         warn_user(each, groups[0].layout.ranks)
     if settings.weights is not None:  # every rank holds all weights
@@ -357,13 +343,13 @@ class DeepSpeedCommHandle(CommHandle):
         if wrong:
             self._engine.send_main_weights()
         for group in wrong:
-            group.count_full_refresh("weights were changed or differed")
+            group.weights.count_full_refresh("weights were changed or differed")
         return wrong
 
     def state_dict(self) -> StateDict:
         """Return the counters of the rounding bits, equal on all ranks; the parameters are the replica."""
         self._check_attached()
-        calls = [group.reductions for group in self.groups]
+        calls = [group.gradients.reductions for group in self.groups]
         return {"format_version": FORMAT_VERSION, "steps": self._state.steps, "reductions": calls}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -382,4 +368,4 @@ class DeepSpeedCommHandle(CommHandle):
             )
         self._state.steps = state_dict["steps"]
         for group, calls in zip(groups, state_dict["reductions"], strict=True):
-            group.reductions = calls
+            group.gradients.reductions = calls

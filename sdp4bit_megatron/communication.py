@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.group import Group, Remarks, reduction_multiplier
+from sdp4bit.collectives.group import Group, Remarks
+from sdp4bit.collectives.samples import sample_of
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.weight_replica import WeightReplica
+from sdp4bit.collectives.weights import Weights
 from sdp4bit.config import TelemetryConfig, WeightConfig
-from sdp4bit.engines.interrupted import REASON
-from sdp4bit.observe.measures import sample_gradient, sample_of
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.traffic import TrafficCounter
 from sdp4bit_megatron.buckets import MegatronBucket
@@ -56,7 +56,7 @@ class BucketReplica(WeightReplica):
             scratch=scratch,
             name=name,
         )
-        self._is_torn = False
+        self._is_torn = self._was_torn = False
         self._exact_ranges = exact_ranges
         self._exact_numel = max((sum(b - a for a, b in ranges) for ranges in exact_ranges), default=0)
 
@@ -96,31 +96,31 @@ class BucketReplica(WeightReplica):
         self._bucket.read_main(values)
         return values
 
-    def equalize(self) -> None:
-        """Set every shard on all ranks to its owner's values."""
-        self.attach_rows()
-        self.start_full_refresh(self.own_shard.clone())
-        self.wait()
+    @contextmanager
+    def refreshing(self) -> Iterator[None]:
+        """Mark the replica as torn until the block has ended; a refresh in full precision mends it."""
+        self._was_torn, self._is_torn = self._is_torn, True
+        yield
+        self._is_torn = self._was_torn
 
-    def refresh(self) -> None:
-        was_torn, self._is_torn = self._is_torn, True
-        row = self.main_shard()
+    def start_quantized_refresh(
+        self, row: Tensor, *, ranges: Sequence[Range] | None = None, as_gathered: Tensor | None = None
+    ) -> None:
+        """Send the difference and the exact ranges; waits."""
         self._traffic.count_plain(self.own_shard.nbytes)
         self.attach_rows()
         exact = self._take_out_exact(row) if self.exact_numel else None
-        self.start_quantized_refresh(row)
+        super().start_quantized_refresh(row, ranges=ranges, as_gathered=as_gathered)
         self.wait()
         if exact is not None:
             self._gather_exact(exact)
-        self._is_torn = was_torn
 
-    def refresh_fully(self) -> None:
-        """Set the replica to the main weights of all ranks, rounded to the model's dtype."""
-        self._is_torn = True
+    def start_full_refresh(self, row: Tensor, *, ranges: Sequence[Range] | None = None) -> None:
+        """Set the replica to the rows of all ranks; waits."""
         self.attach_rows()
-        self.start_full_refresh(self.main_shard().to(self.own_shard.dtype))
+        super().start_full_refresh(row, ranges=ranges)
         self.wait()
-        self._is_torn = False
+        self._was_torn = False
 
     def _take_out_exact(self, row: Tensor) -> Tensor:
         """Return the exact ranges of the row, and replace them in the row by the replica's values."""
@@ -155,23 +155,29 @@ def _packed(ranges: Sequence[Range]) -> list[tuple[Range, int]]:
     return result
 
 
+class BucketWeights(Weights):
+    """Weights whose replica is Megatron's parameter buffer."""
+
+    replica: BucketReplica | None
+
+
 class BucketState(Group):
     """Communication of one bucket."""
 
     view: MegatronBucket
-    replica: BucketReplica | None
+    weights: BucketWeights
 
-    is_full_due = False  # an exception has interrupted a refresh on some rank, see `agree_on_interrupted`
     is_staged = False  # the second half of a reduction is issued with the first half of the next bucket's
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
         # At the end of a step experts have no new weights yet.
-        if self.replica is None or (self.view.is_expert and not may_wait):
+        replica = self.weights.replica
+        if replica is None or (self.view.is_expert and not may_wait):
             return None
-        return self.replica.sample(ranges)
+        return replica.sample(ranges)
 
     def remarks(self) -> Remarks:
-        exact = 0 if self.replica is None else self.replica.exact_numel
+        exact = 0 if self.weights.replica is None else self.weights.replica.exact_numel
         return Remarks(
             place="in the parameter buffer",
             weights=[f"{exact:,} exact (equal under TP)"] if exact else [],
@@ -180,60 +186,14 @@ class BucketState(Group):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def reduce(self, output: Tensor, input: Tensor, op: object, *, sample_numel: int | None) -> None:
-        """Reduce gradients to this rank's shard in two quantized levels.
-
-        Args:
-            output: [n]; may be a part of the input.
-            input: [ranks * n].
-            op: Megatron's reduction, a sum or a mean.
-            sample_numel: size of the sample to keep; None keeps the previous sample.
-        """
-        assert self.reduction is not None
-        self.reduction(output, input, **self._next_reduction(input, op, sample_numel))
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def reduce_in_steps(
-        self, output: Tensor, input: Tensor, op: object, *, sample_numel: int | None
-    ) -> Iterator[None]:
-        """Reduce gradients like `reduce`; yield whenever a transfer is in flight."""
-        assert self.reduction is not None
-        arguments = self._next_reduction(input, op, sample_numel)
-        for each in self.reduction.chunks(output, input, in_one_chunk=True, **arguments):
-            yield from each
-
-    def _next_reduction(self, input: Tensor, op: object, sample_numel: int | None) -> dict[str, Any]:
-        """Return the arguments of the next reduction and count it."""
-        assert self.reduction is not None
-        name, process_group = self.view.name, self.view.process_group
-        arguments = {
-            "call": self.next_reduction(),
-            "multiplier": reduction_multiplier(op, process_group, name=name, engine="Megatron-Core"),
-            "nonfinite": sample_gradient(self, input, sample_numel=sample_numel),
-        }
-        self.gradient_bits = self.reduction.bits
-        return arguments
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Send the changes; in full precision if an exception has interrupted the refresh before."""
-        assert self.replica is not None
-        if self.is_full_due:
-            self.refresh_fully(REASON)
-            return
-        self.replica.refresh()
-        self.refreshes += 1
-        self.is_changed = False  # only now, so that an exception leaves the refresh due
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def refresh_fully(self, reason: str = "weights were loaded or copied, or NaN was sent") -> None:
-        assert self.replica is not None
-        self.replica.refresh_fully()
-        self.is_changed = self.is_full_due = False
-        self.count_full_refresh(reason)
+    def refresh(self, *, full_reason: str = "") -> None:
+        """Send what is due, or all rows in full precision for this reason."""
+        replica = self.weights.replica
+        assert replica is not None
+        if full_reason:
+            self.weights.require_full_refresh(full_reason)
+        with replica.refreshing():
+            self.weights.refresh(replica.main_shard())
 
 
 class MegatronModelState(ModelState):

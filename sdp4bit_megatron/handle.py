@@ -20,7 +20,6 @@ from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import (
     ONE_RANK,
-    describe_gradients,
     one_hop_note,
     one_node_note,
     one_node_reason,
@@ -39,6 +38,7 @@ from sdp4bit_megatron.staged import StagedCollectives
 from sdp4bit_megatron.state import checked, load_counters, save_counters
 from sdp4bit_megatron.tensor_parallel import TensorParallelCopies
 
+_FULL = "weights were loaded or copied, or NaN was sent"
 EXPERTS_SPLIT = "experts under tensor parallelism"  # reason why a bucket of experts is not quantized
 
 
@@ -160,30 +160,32 @@ class MegatronCommHandle(CommHandle):
         for group in groups:
             _choose(group, copies, config=config)
         note = one_node_note(
-            [(group.weights_unquantized_reason, group.gradients_unquantized_reason) for group in groups]
+            [(group.weights.unquantized_reason, group.gradients.unquantized_reason) for group in groups]
         )
         super().__init__(state, config=config, note=note, layouts=layouts)
         self.topology = topology
-        quantized = [group.layout for group in groups if not group.gradients_unquantized_reason]
+        quantized = [group.layout for group in groups if not group.gradients.unquantized_reason]
         for each in filter(None, (note, one_hop_note(quantized))):
             warn_user(each, groups[0].layout.ranks)
         with self._attaching() as undo:
             build(groups, layouts=layouts, config=config, undo=undo)
             for group in groups:
-                if group.replica is not None:
+                replica = group.weights.replica
+                if replica is not None:
                     # Ranks may start from different random weights, which Megatron's first gather would
-                    # equalize.
-                    group.replica.equalize()
-                    group.count_full_refresh("first use")
+                    # equalize. The replica is written to, and so its own row is copied.
+                    group.weights.start_full_refresh(replica.own_shard.clone(), reason="first use")
             undo.callback(copies.remove)
-            copies.install(gradients_quantized=any(group.reduction is not None for group in groups))
+            copies.install(gradients_quantized=any(group.gradients.reduction is not None for group in groups))
             stages = pipeline_group(chunks)
             host = host_group(purpose="decisions", undo=undo)
             self._install(
                 MegatronCore(self, state, optimizers=optimizers, host=host),
                 undo=undo,
                 # Experts step later.
-                watched=[c for c in groups if (c.replica or c.reduction) and not c.view.is_expert],
+                watched=[
+                    c for c in groups if (c.weights.replica or c.gradients.reduction) and not c.view.is_expert
+                ],
                 where="" if stages is None else f"pipeline stage {stages.rank()}",
             )
             undo.callback(self._send_main_weights)
@@ -209,20 +211,20 @@ class MegatronCommHandle(CommHandle):
     def _refresh_all(self) -> None:
         self._engine.finish_pending()
         for group in self._state.groups:
-            if group.replica is not None:
-                group.refresh_fully()
+            if group.weights.replica is not None:
+                group.refresh(full_reason=_FULL)
 
     def _audit(self, config: AuditConfig) -> bool:
         self._engine.finish_pending()
         for group in self._state.groups:
-            if group.replica is not None:
-                group.replica.attach_rows()
+            if group.weights.replica is not None:
+                group.weights.replica.attach_rows()
         return super()._audit(config)
 
     def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         for group in self._state.groups:
             if group in wrong:
-                group.refresh_fully()
+                group.refresh(full_reason=_FULL)
         return wrong
 
     def state_dict(self) -> StateDict:
@@ -256,15 +258,13 @@ def _choose(group: BucketState, copies: TensorParallelCopies, *, config: SDP4Bit
     """Set the reasons why a bucket is not quantized, and its kind of replica."""
     bucket, nodes = group.view, group.layout.nodes
     reason = _unquantized_reason(group, is_split=copies.are_sought)
-    group.weights_unquantized_reason = reason or one_node_reason(config.weights, nodes=nodes)
-    group.gradients_unquantized_reason = reason or one_node_reason(config.gradients, nodes=nodes)
-    if config.gradients is not None and bucket.shard_numel < config.gradients.min_numel:
-        group.gradients_unquantized_reason = group.gradients_unquantized_reason or describe_gradients(
-            config.gradients, group.layout, bucket.shard_numel
-        )
-    if not group.weights_unquantized_reason:
+    group.weights.unquantized_reason = reason or one_node_reason(config.weights, nodes=nodes)
+    group.gradients.unquantized_reason = reason or one_node_reason(config.gradients, nodes=nodes)
+    if config.gradients is not None and not group.gradients.unquantized_reason:
+        group.gradients.unquantized_reason = config.gradients.exempts(numel=bucket.shard_numel)
+    if not group.weights.unquantized_reason:
         exact_ranges = replicated_ranges(bucket, copies.parameters)
-        group.make_replica = partial(BucketReplica, bucket=bucket, exact_ranges=exact_ranges)
+        group.weights.make_replica = partial(BucketReplica, bucket=bucket, exact_ranges=exact_ranges)
 
 
 def _unquantized_reason(group: BucketState, *, is_split: bool) -> str:

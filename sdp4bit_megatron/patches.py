@@ -98,27 +98,23 @@ class GroupPatch(Patch):
             output: Tensor, input: Tensor, op: object, group: object, async_op: bool = False
         ) -> Any:
             bucket = self._of(input, "reduces gradients in")
-            config = bucket.gradient_config
-            if config is not None and self._state.steps >= config.start_step:
+            if bucket.gradients.is_quantized(output.numel()):
                 wanted.append((bucket, output, input, op))
                 return None
-            bucket.gradient_bits = None
-            bucket.count_dense(bucket.gradient_traffic, output.nbytes)
-            return stock(output, input, op=op, group=group, async_op=async_op)
+            plain = partial(stock, output, input, op=op, group=group, async_op=async_op)
+            return bucket.gradients.reduce(output, input, op, plain=plain)
 
         with _collective(self.group, "start_grad_sync", reduce_scatter) as stock:
             self._stock["start_grad_sync"](force_all_reduce=force_all_reduce)
-        sample_numel = self._state.gradient_sample_numel
         if wanted and self._staged is not None and self.group.grad_reduce_handle is not None:
             works = [
-                self._staged.start(bucket.reduce_in_steps(output, input, op, sample_numel=sample_numel))
+                self._staged.start(bucket.gradients.reduce_in_steps(output, input, op))
                 for bucket, output, input, op in wanted
             ]
             self.group.grad_reduce_handle = JointWork(self.group.grad_reduce_handle, *works)
         elif wanted:
             reductions = [
-                partial(bucket.reduce, output, input, op, sample_numel=sample_numel)
-                for bucket, output, input, op in wanted
+                partial(bucket.gradients.reduce, output, input, op) for bucket, output, input, op in wanted
             ]
             work = self._gradient_stream.run(partial(call_all, reductions))
             self.group.grad_reduce_handle = _after(self.group.grad_reduce_handle, work)
@@ -132,12 +128,13 @@ class GroupPatch(Patch):
 
         def all_gather(output: Tensor, input: Tensor, group: object, async_op: bool = False) -> Any:
             bucket = self._of(output, "gathers parameters into")
-            if bucket.replica is not None:
-                if bucket.is_changed:
+            if bucket.weights.replica is not None:
+                if bucket.weights.is_changed:
                     wanted.append(bucket)
                 return None
-            bucket.count_dense(bucket.weight_traffic, input.nbytes)
-            return stock(output, input, group=group, async_op=async_op)
+            return bucket.weights.gather(
+                input.nbytes, partial(stock, output, input, group=group, async_op=async_op)
+            )
 
         with _collective(self.group, "start_param_sync", all_gather) as stock:
             self._stock["start_param_sync"](force_sync=force_sync)
@@ -206,7 +203,9 @@ class OptimizerPatch(Patch):
         self._save = save
         self._load = load
         self.steps = 0  # updates of the main weights by this optimizer
-        quantized = {id(param) for group in groups if group.replica for param in group.view.parameters}
+        quantized = {
+            id(param) for group in groups if group.weights.replica for param in group.view.parameters
+        }
         pairs = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
         self._copied: list[tuple[list[nn.Parameter], list[Tensor]]] = []
         """The parameters that are still copied and their main weights, by group."""
@@ -237,12 +236,11 @@ class OptimizerPatch(Patch):
 
         Collective over the data-parallel ranks.
         """
-        torn = agree_on_interrupted(self._buckets, host=self._host)
+        agree_on_interrupted(self._buckets, host=self._host)
         for group in self._buckets:
-            group.weight_traffic.end_step()
-            group.gradient_traffic.end_step()
-            group.is_changed = group.replica is not None
-            group.is_full_due = group in torn
+            for counter in group.counters:
+                counter.end_step()
+            group.weights.mark_changed()
 
     def state_dict(self) -> StateDict:
         """Return the optimizer's state with the communication state in the entry that every format saves."""

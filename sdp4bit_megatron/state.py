@@ -21,9 +21,9 @@ def save_counters(state: MegatronModelState) -> dict[str, int]:
     return {
         "format_version": FORMAT_VERSION,
         "steps": state.steps,
-        "refreshes": max((group.refreshes for group in state.groups), default=0),
-        "reductions": max((group.reductions for group in state.groups), default=0),
-        "pending": int(any(group.is_changed for group in state.groups)),
+        "refreshes": max((group.weights.refreshes for group in state.groups), default=0),
+        "reductions": max((group.gradients.reductions for group in state.groups), default=0),
+        "pending": int(any(group.weights.is_changed for group in state.groups)),
     }
 
 
@@ -31,11 +31,11 @@ def load_counters(state: MegatronModelState, counters: Mapping[str, int]) -> Non
     """Continue from saved counters."""
     state.steps = counters["steps"]
     for group in state.groups:
-        if group.replica is not None:
-            group.refreshes = counters["refreshes"]
-            group.is_changed = bool(counters["pending"])
-        if group.reduction is not None:
-            group.reductions = counters["reductions"]
+        if group.weights.replica is not None:
+            group.weights.refreshes = counters["refreshes"]
+            group.weights.is_changed = bool(counters["pending"])
+        if group.gradients.reduction is not None:
+            group.gradients.reductions = counters["reductions"]
 
 
 def checked(state_dict: StateDict) -> dict[str, int]:

@@ -372,14 +372,14 @@ def assert_replicas_identical(comm: Any) -> None:
     """Every rank that holds the same rows of the same parameter group holds the same bits."""
     mine = {}
     for group in comm.groups:
-        if group.replica is not None:
+        if group.weights.replica is not None:
             layout = group.layout
             part = (
                 0
-                if group.replica.holds_all_rows
+                if group.weights.replica.holds_all_rows
                 else layout.ranks.index(dist.get_rank()) % layout.ranks_per_node
             )
-            mine[layout.ranks, group.view.name, part] = group.replica.rows.view(torch.uint8)
+            mine[layout.ranks, group.view.name, part] = group.weights.replica.rows.view(torch.uint8)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     for other in gathered:

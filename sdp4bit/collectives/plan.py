@@ -468,8 +468,8 @@ def piece_stride_and_length(numel: int, *, pieces: int, unit: int = BLOCK) -> tu
 
 
 def is_long_enough(numel: int, *, ranks: int, config: GradientConfig) -> bool:
-    """Return whether each rank's part of this many values has at least `min_numel`."""
-    return numel // ranks >= config.min_numel
+    """Return whether each rank's part of this many values is long enough to be quantized."""
+    return not config.exempts(numel=numel // ranks)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

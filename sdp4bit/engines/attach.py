@@ -42,36 +42,36 @@ def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfi
     # 3. Collectives.
     for group in groups:
         ranks, name = group.view.ranks, group.view.name
-        if config.weights is not None and not group.weights_unquantized_reason:
-            group.replica = group.make_replica(
+        if config.weights is not None and not group.weights.unquantized_reason:
+            group.weights.replica = group.weights.make_replica(
                 weights[ranks],
                 config=config.weights,
-                traffic=group.weight_traffic,
+                traffic=group.weights.traffic,
                 scratch=weight_scratch,
                 name=name,
             )
         if config.gradients is None:
             continue
-        if not group.gradients_unquantized_reason:
+        if not group.gradients.unquantized_reason:
             topology = gradients[ranks]
-            group.reduction = QuantizedReduceScatter(
+            group.gradients.reduction = QuantizedReduceScatter(
                 topology,
                 config=config.gradients,
                 seed=config.seed,
                 rank=topology.row if group.data_rank is None else group.data_rank,
                 bucket=group.index,
-                traffic=group.gradient_traffic,
+                traffic=group.gradients.traffic,
                 scratch=gradient_scratch,
                 name=name,
             )
-        if group.replicate_layout is not None and group.gradients_unquantized_reason in ("", ONE_RANK):
-            group.all_reduce = QuantizedAllReduce(
+        if group.replicate_layout is not None and group.gradients.unquantized_reason in ("", ONE_RANK):
+            group.gradients.all_reduce = QuantizedAllReduce(
                 over_replicate[group.replicate_layout.ranks],
                 config=config.gradients,
                 seed=config.seed,
                 ranks=group.replicate_data_ranks,
                 bucket=len(groups) + group.index,
-                traffic=group.all_reduce_traffic,
+                traffic=group.gradients.all_reduce_traffic,
                 scratch=gradient_scratch,
                 name=name,
             )

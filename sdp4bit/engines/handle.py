@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -27,6 +28,7 @@ from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
 from sdp4bit.observe.explain import render, row_of, wrapped
 from sdp4bit.observe.measures import Measurement
+from sdp4bit.observe.noise import GradientNoise, gradient_noise
 from sdp4bit.observe.stats import GroupStats, ModelState, Stats
 from sdp4bit.observe.timing import StepTimes, time_steps
 from sdp4bit.traffic import format_bytes
@@ -237,8 +239,8 @@ class CommHandle(ABC):
         groups, stats = self.groups, self.stats()
         shapes = dict.fromkeys(g.layout.describe() for g in groups)
         quantized = {
-            "weights": sum(g.replica is not None for g in groups),
-            "gradients": sum(bool(g.gradient_quantizers) for g in groups),
+            "weights": sum(g.weights.replica is not None for g in groups),
+            "gradients": sum(bool(g.gradients.quantizers) for g in groups),
         }
         text = (
             f"{type(self).__name__}: {len(groups)} parameter group{'s' * (len(groups) != 1)} on "
@@ -335,16 +337,13 @@ class CommHandle(ABC):
     def measure(self) -> Measurement:
         """Measure the error of quantization now, over entire shards; call it on all ranks.
 
-        Waits for the device, and sums a sample of the last measured gradients over the ranks. `stats()` does
-        not count the bytes of this sum.
+        Waits for the device.
 
         Returns:
             "weight_drift", "weight_error": of the current weights and replicas, as in `stats()`. Between a
             step and the next forward, the drift is the one that the forward will leave.
             "pending": |main - replica| / |main|, the size of a step that was not sent; 0 after the forward.
             "gradient_error", "nonfinite_groups": of the gradients that were sampled last.
-            "signal_to_noise", "gradient_noise_scale": of their mean over the ranks (docs/telemetry.md), the
-            same on all ranks that share the groups. FSDP2 and DDP.
         """
         self._check_attached()
         self._wait_for_ranks("measure")
@@ -384,6 +383,38 @@ class CommHandle(ABC):
         return time_steps(
             step, repeats=repeats, full_precision=self.full_precision, device=self._state.device
         )
+
+    def gradient_noise(
+        self, model: nn.Module, loss: Callable[[Any], Tensor], batches: Iterable[Any]
+    ) -> GradientNoise:
+        """Measure the noise that quantization adds to the gradients of a few batches.
+
+        Computes the gradient of each batch twice, in full precision and quantized, and compares all values.
+        The next training step continues as without the call; `stats()` counts the bytes. FSDP2 and DDP. Call
+        it on all ranks, between two steps and after `optimizer.zero_grad()`.
+
+        Args:
+            model: the model that communicates through this handle.
+            loss: returns the loss of a batch on this rank; it calls the model.
+            batches: a few of this rank's batches, at least 2 for the noise scale.
+
+        Raises:
+            ValueError: there are no batches.
+            RuntimeError: the model has gradients, the handle has been removed, forward or backward is
+                running, or the engine cannot switch.
+        """
+        self._check_attached()
+        self._check_switch()
+        if not self._is_quantized:
+            raise RuntimeError("gradient_noise was called inside full_precision(): call it outside")
+        self._wait_for_ranks("gradient_noise")
+        # Replicas, and numbers of the rounding bits, of which the measurement uses some.
+        before = copy.deepcopy(self.state_dict())
+        try:
+            device = self._state.device or torch.device("cpu")
+            return gradient_noise(model, loss, batches, full_precision=self.full_precision, device=device)
+        finally:
+            self.load_state_dict(before)
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:

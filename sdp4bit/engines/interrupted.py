@@ -22,16 +22,15 @@ def call_all(calls: Sequence[Callable[[], object]]) -> None:
             left.callback(call)
 
 
-def agree_on_interrupted(groups: Sequence[Group], *, host: ProcessGroup | None) -> list[Group]:
-    """Return the groups whose last refresh was interrupted on any rank; collective over their ranks.
+def agree_on_interrupted(groups: Sequence[Group], *, host: ProcessGroup | None) -> None:
+    """Require full precision where a refresh was interrupted on any rank; collective over the ranks.
 
-    Ranks may hold different rows of these groups, which then need full precision.
+    Ranks may hold different rows of such groups.
 
     Args:
         host: the job's process group for tensors on the CPU; None if all groups take them.
     """
-    torn: list[Group] = []
-    with_replica = [(group, group.replica) for group in groups if group.replica is not None]
+    with_replica = [(group, group.weights.replica) for group in groups if group.weights.replica is not None]
     for layout in dict.fromkeys(group.layout for group, _ in with_replica):
         here = [(group, replica) for group, replica in with_replica if group.layout == layout]
         flags = torch.tensor([replica.is_torn for _, replica in here], dtype=torch.int32)
@@ -39,5 +38,6 @@ def agree_on_interrupted(groups: Sequence[Group], *, host: ProcessGroup | None) 
         assert over is not None
         what = "agreement on interrupted refreshes"
         all_reduce_on_host(flags, over, ranks=layout.ranks, op=dist.ReduceOp.MAX, what=what)
-        torn += [group for (group, _), is_torn in zip(here, flags.tolist(), strict=True) if is_torn]
-    return torn
+        for (group, _), is_torn in zip(here, flags.tolist(), strict=True):
+            if is_torn:
+                group.weights.require_full_refresh(REASON)

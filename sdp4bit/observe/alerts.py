@@ -125,7 +125,7 @@ class Alerts:
             with comm_error_context("all-reduce of the measures for alerts", group=process_group):
                 dist.all_reduce(part, op=dist.ReduceOp.MAX, group=process_group)
             # The bytes of a ring all-reduce.
-            first.gradient_traffic.count_ring(round(2 * part.nbytes / process_group.size()))
+            first.gradients.traffic.count_ring(round(2 * part.nbytes / process_group.size()))
             table[members] = part.to(table)
         rows: list[list[float]] = table.tolist()
         return rows
@@ -145,8 +145,12 @@ class Alerts:
 def _thresholds_of(group: Group, config: AlertConfig) -> tuple[float | None, ...]:
     """Return a threshold per measure, or None; "auto" is resolved for the fewest bits of the hops."""
     hops: list[Bits] = []
-    gradients, weights = group.gradient_config, group.replica and group.replica.config
-    collectives = (group.reduction, group.layout), (group.all_reduce, group.replicate_layout)
+    gradients, replica = group.gradients.config, group.weights.replica
+    weights = None if replica is None else replica.config
+    collectives = (
+        (group.gradients.reduction, group.layout),
+        (group.gradients.all_reduce, group.replicate_layout),
+    )
     layouts = [layout for collective, layout in collectives if collective and layout]
     if gradients is not None:
         hops += [gradients.intra_bits] if any(layout.ranks_per_node > 1 for layout in layouts) else []

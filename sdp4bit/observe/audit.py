@@ -47,18 +47,18 @@ class ReplicaCopy:
 def replica_copy(group: Group) -> ReplicaCopy | None:
     """Return this rank's copy of a group's weights, after a refresh in flight; None if it holds none."""
     process_group = group.view.process_group
-    if group.replica is None or process_group is None:  # a single process has a single copy
+    if group.weights.replica is None or process_group is None:  # a single process has a single copy
         return None
-    group.replica.wait()
-    if group.replica.rows is None:
+    group.weights.replica.wait()
+    if group.weights.replica.rows is None:
         return None
     return ReplicaCopy(
         name=group.view.name,
-        rows=group.replica.rows,
+        rows=group.weights.replica.rows,
         layout=group.layout,
         process_group=process_group,
-        is_full=group.replica.holds_all_rows,
-        traffic=group.weight_traffic,
+        is_full=group.weights.replica.holds_all_rows,
+        traffic=group.weights.traffic,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, replace
 from sdp4bit.addresses import page
 from sdp4bit.collectives.chunks import pipeline_chunks
 from sdp4bit.collectives.group import Group, Remarks
-from sdp4bit.collectives.plan import hops_of, is_long_enough
+from sdp4bit.collectives.plan import hops_of
 from sdp4bit.collectives.sections import FINE_BITS, fine_bits
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import GradientConfig, WeightConfig
@@ -61,27 +61,28 @@ def _numel_of(group: Group, remarks: Remarks) -> int:
 
 
 def _weights_of(group: Group, remarks: Remarks) -> str:
-    replica = group.replica
+    weights, replica = group.weights, group.weights.replica
     if replica is None:
-        return group.weights_unquantized_reason
+        return weights.unquantized_reason
     text = describe_weights(replica.config, where=remarks.place or f"{replica.config.replica} replica")
     text += _fine(group, [replica.bits])
-    if group.full_refreshes:
-        text += f", full refreshes: {group.full_refreshes} (the last: {group.full_refresh_reason})"
+    if weights.full_refreshes:
+        text += f", full refreshes: {weights.full_refreshes} (the last: {weights.full_refresh_reason})"
     return ", ".join([text, *remarks.weights])
 
 
 def _gradients_of(group: Group, remarks: Remarks) -> str:
-    numel, text = _numel_of(group, remarks), group.gradients_unquantized_reason
-    if group.reduction is not None:
-        config = group.reduction.config
+    numel, gradients = _numel_of(group, remarks), group.gradients
+    text = gradients.unquantized_reason
+    if gradients.reduction is not None:
+        config = gradients.reduction.config
         shown = replace(config, pipeline_chunks=1) if remarks.staged else config
         text = describe_gradients(shown, group.layout, numel)
-        if numel >= config.min_numel:
+        if not config.exempts(numel=numel):
             text += _fine(group, [config.intra_bits, config.inter_bits])
         text += f", {remarks.staged}" if remarks.staged else ""
-    if group.all_reduce is not None and group.replicate_layout is not None:
-        text += f", {describe_all_reduce(group.all_reduce.config, group.replicate_layout, numel)}"
+    if gradients.all_reduce is not None and group.replicate_layout is not None:
+        text += f", {describe_all_reduce(gradients.all_reduce.config, group.replicate_layout, numel)}"
     return text
 
 
@@ -210,8 +211,9 @@ def describe_weights(config: WeightConfig, *, where: str) -> str:
 
 def describe_gradients(config: GradientConfig, layout: Nodes, shard_numel: int) -> str:
     """Return a description of the reduction of quantized gradients."""
-    if shard_numel < config.min_numel:
-        return f"row below min_numel={config.min_numel}"
+    reason = config.exempts(numel=shard_numel)
+    if reason:
+        return reason
     options = ["Hadamard"] * config.hadamard
     options += [f"from step {config.start_step}"] if config.start_step else []
     chunks = pipeline_chunks(shard_numel, config=config, grid=layout)
@@ -220,10 +222,17 @@ def describe_gradients(config: GradientConfig, layout: Nodes, shard_numel: int) 
     return ", ".join([*_hops(config, layout), *options])
 
 
-def describe_all_reduce(config: GradientConfig, layout: Nodes, numel: int) -> str:
-    """Return a description of the all-reduce of this many gradient values between replicas."""
-    if not is_long_enough(numel, ranks=layout.size, config=config):
-        return f"all-reduce: part below min_numel={config.min_numel}"
+def describe_all_reduce(
+    config: GradientConfig, layout: Nodes, numel: int, *, steps: int | None = None
+) -> str:
+    """Return a description of the all-reduce of this many gradient values between replicas.
+
+    Args:
+        steps: steps that have ended; None for any number from `start_step` on.
+    """
+    reason = config.exempts(numel=numel // layout.size, steps=steps)
+    if reason:
+        return f"all-reduce: {reason}"
     return "all-reduce " + " and ".join(_hops(config, layout))
 
 

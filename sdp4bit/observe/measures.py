@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.group import Group, MeanSample, Reduction
-from sdp4bit.collectives.sections import Range, common_ranges, take_ranges
+from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.samples import sample_ranges
+from sdp4bit.collectives.sections import Range
 from sdp4bit.config import TelemetryConfig
-
-_PIECES = 8
 
 
 class Measures(TypedDict):
@@ -40,11 +37,6 @@ class Measurement(Measures):
 
     pending: float | None
     """|main - replica| / |main| if the next refresh sends a change of the weights, else 0."""
-    signal_to_noise: float | None
-    """|mean gradient| / |its error of quantization|; None if it is not quantized, not known or not finite."""
-    gradient_noise_scale: float | None
-    """Variance of a rank's gradient over the squared gradient, in batches of one rank; None likewise, or if
-    the noise hides the gradient."""
 
 
 MEASURES = tuple(Measures.__annotations__)
@@ -54,137 +46,21 @@ SQUARES = 7
 weights (drift), and the number of non-finite gradient groups."""
 
 
-def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
-    """Return at most eight evenly spaced ranges of a shard with about `sample_numel` values.
-
-    Args:
-        unit: size of a quantization group. Ranges consist of complete groups, except for the shard's last.
-    """
-    if numel <= max(sample_numel, unit):
-        return [(0, numel)]
-    units = -(-numel // unit)
-    length = max(1, sample_numel // (_PIECES * unit))
-    count = min(_PIECES, max(1, sample_numel // (length * unit)), units // length)
-    starts = [(index * units // count) * unit for index in range(count)]
-    return [(start, min(start + length * unit, numel)) for start in starts]
-
-
-def sample_of(values: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """Return a concatenated copy of these ascending ranges of values [n]."""
-    return torch.cat(take_ranges(values, ranges))
-
-
-def sample_gradient(group: Group, gradient: Tensor, *, sample_numel: int | None) -> Tensor | None:
-    """Keep a sample of a gradient that is about to be reduced, and count its non-finite groups.
-
-    Args:
-        gradient: [n], this rank's input to the reduction.
-        sample_numel: size of the sample; None in steps that are not measured.
-
-    Returns:
-        The counter of non-finite quantization groups for the reduction; None if steps are not measured.
-    """
-    quantizers = group.gradient_quantizers
-    if not quantizers or not gradient.numel():
-        return None
-    if sample_numel is not None:
-        ranges = _gradient_ranges(group, gradient.numel(), sample_numel=sample_numel)
-        group.gradient_sample = sample_of(gradient, ranges)
-    elif not group.counts_nonfinite:
-        return None
-    # Counted in every step, so that no NaN between two samples is missed, and read with the next sample.
-    if group.nonfinite_groups is None:
-        group.nonfinite_groups = torch.zeros((), dtype=torch.float64, device=gradient.device)
-    return group.nonfinite_groups
-
-
-def _gradient_ranges(group: Group, numel: int, *, sample_numel: int) -> list[Range]:
-    unit = math.lcm(*(quantizer.group_unit for quantizer in group.gradient_quantizers))
-    return sample_ranges(numel, sample_numel=sample_numel, unit=unit)
-
-
-def sample_sent(group: Group, values: Tensor, over: Reduction, *, sample_numel: int | None) -> None:
-    """Add a gradient that is about to be reduced to the sample of the step's mean.
-
-    Args:
-        values: [n], this rank's input to the reduction.
-        sample_numel: size of the sample; None in steps that are not measured.
-    """
-    if sample_numel is None or not group.gradient_quantizers or not values.numel():
-        return
-    sample = group.mean_sample
-    if sample is None:
-        ranges = _gradient_ranges(group, values.numel(), sample_numel=sample_numel)
-        zeros = torch.zeros(sum(end - start for start, end in ranges), device=values.device)
-        sample = group.mean_sample = MeanSample(
-            numel=values.numel(), ranges=ranges, sent=zeros, received=zeros.clone(), reductions=[over]
-        )
-    sample.is_complete = False
-    if sample.numel == values.numel():
-        sample.sent += sample_of(values, sample.ranges)
-    else:
-        sample.sent.fill_(math.nan)  # a micro-batch with gradients of other parameters
-
-
-def sample_received(
-    group: Group, mean: Tensor, over: Reduction, *, first: int = 0, copies: int = 1, sample_numel: int | None
-) -> None:
-    """Add the mean of the gradients passed to `sample_sent`, as it arrived after the last reduction.
-
-    Args:
-        mean: [n], values first .. first + n.
-        copies: number of ranks that have these values.
-    """
-    sample = group.mean_sample
-    if sample_numel is None or sample is None:
-        return
-    sample.is_complete = True
-    sample.reductions[1:] = [over] if over.process_group is not sample.reductions[0].process_group else []
-    at = 0
-    for start, end in sample.ranges:
-        for low, high in common_ranges([(start, end)], [(first, first + mean.numel())]):
-            part = sample.received[at + low - start : at + high - start]
-            part.add_(mean[low - first : high - first], alpha=1 / copies)
-        at += end - start
-
-
-def mean_squares(sample: MeanSample) -> Tensor:
-    """Return squares of the gradient of a group, fp64 [4]; call it on all of its ranks.
-
-    Returns:
-        |mean|^2, |error of the mean|^2, the variance of a rank's gradient, and |mean|^2 without its part.
-    """
-    ranks = math.prod(each.process_group.size() for each in sample.reductions)
-    # As means, because groups of different ranks may be summed and divided later.
-    sent = sample.sent.double() / ranks
-    received = sample.received.double() / (ranks * math.prod(each.factor for each in sample.reductions))
-    sums = torch.cat([sent, received, sent.square().sum().view(1)])
-    for process_group, _ in sample.reductions:
-        with comm_error_context("all-reduce of a gradient sample by measure()", group=process_group):
-            dist.all_reduce(sums, group=process_group)
-    mean, received, own = sums.split([len(sent), len(sent), 1])
-    signal, noise = mean.square().sum(), (received - mean).square().sum()
-    # A rank's gradient is `ranks` times its part of the mean.
-    variance = (ranks * own[0] - signal) * ranks / max(ranks - 1, 1)
-    squares = torch.stack([signal, noise, variance, signal - variance / ranks])
-    return squares * (sample.numel / len(sent))
-
-
 def group_squares(group: Group, *, sample_numel: int | None) -> Tensor:
     """Return the current squared norms of a group, fp64 [SQUARES]; sends nothing.
 
     Args:
         sample_numel: size of the weight sample, taken at the end of a step. None measures the entire shard.
     """
-    numel, replica = group.view.shard_numel, group.replica
+    numel, replica = group.view.shard_numel, group.weights.replica
     unknown = torch.full((), math.nan, dtype=torch.float64, device=group.view.device)
     gradient, difference, drift = [unknown] * 2, [unknown] * 2, [unknown] * 2
 
     # 1. The gradient that was sampled last. Errors of successive collectives are measured separately and
     # added; see `QuantizedAllReduce.requantized`.
-    exact = group.gradient_sample
-    if group.gradient_quantizers and exact is not None:
-        first, *others = group.gradient_quantizers
+    exact = group.gradients.sample
+    if group.gradients.quantizers and exact is not None:
+        first, *others = group.gradients.quantizers
         received = first.requantized(exact)
         for quantizer in others:
             received = received + (quantizer.requantized(exact) - exact)
@@ -209,14 +85,14 @@ def group_squares(group: Group, *, sample_numel: int | None) -> Tensor:
         drift = squared_norms(after.to(held.dtype).float() if is_refreshed else before, main, numel=numel)
 
     # 3. Non-finite groups that arrived since the last measured step.
-    nonfinite = unknown if group.nonfinite_groups is None else group.nonfinite_groups
+    nonfinite = unknown if group.gradients.nonfinite_groups is None else group.gradients.nonfinite_groups
     return torch.stack([*gradient, *difference, *drift, nonfinite])
 
 
 def pending_squares(group: Group) -> Tensor:
     """Return |main - replica|^2 and |main|^2 of a group's change not sent yet, fp64 [2]; sends nothing."""
     numel = group.view.shard_numel
-    sample = None if group.replica is None else group.sample_weights([(0, numel)], may_wait=True)
+    sample = None if group.weights.replica is None else group.sample_weights([(0, numel)], may_wait=True)
     if sample is None or not sample[0].numel():
         return torch.full((2,), math.nan, dtype=torch.float64, device=group.view.device)
     main, held = sample
@@ -246,10 +122,14 @@ class Telemetry:
         self._names = list(names)
         self.step: int | None = None  # the last measured step; None before the first
         self.squares: Tensor | None = None  # fp64 [groups, SQUARES] on the host, of this rank
-        self.means: list[MeanSample | None] = [None] * len(self._names)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are measured."""
+        return self._interval > 0
 
     def is_due(self, step: int) -> bool:
-        return self._interval > 0 and step > 0 and step % self._interval == 0
+        return self.is_on and step > 0 and step % self._interval == 0
 
     def publish(self, squares: Tensor, *, step: int) -> None:
         """Store the squares of all groups after a step; the host waits for the device."""
@@ -281,17 +161,6 @@ def total_measures(squares: Tensor | None) -> Measures:
     errors = [total_error(squares[:, column : column + 2]) for column in (0, 2, 4)]
     counts = squares[:, 6][~squares[:, 6].isnan()]
     return _named([*errors, counts.sum().item() if len(counts) else None])
-
-
-def mean_ratios(samples: Sequence[MeanSample | None]) -> tuple[float | None, float | None]:
-    """Return signal to noise and noise scale of all groups together; call it on all ranks."""
-    known = [mean_squares(each).cpu() for each in samples if each is not None and each.is_complete]
-    if not known:
-        return None, None
-    signal, noise, variance, gradient = torch.stack(known).sum(0).tolist()
-    if not math.isfinite(signal + noise):
-        return None, None
-    return (signal / noise) ** 0.5 if noise else None, variance / gradient if gradient > 0 else None
 
 
 def total_error(squares: Tensor) -> float | None:

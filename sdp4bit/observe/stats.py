@@ -17,7 +17,6 @@ from sdp4bit.observe.measures import (
     Measures,
     Telemetry,
     group_squares,
-    mean_ratios,
     pending_squares,
     total_error,
     total_measures,
@@ -66,7 +65,7 @@ class ModelState:
         self.groups: Sequence[Group] = groups
         self.telemetry = Telemetry(telemetry, [group.view.name for group in groups])
         for group in groups:
-            group.counts_nonfinite = telemetry is not None
+            self.watch(group)
         self.step_listeners: list[Callable[[int], None]] = []
         """Called with the step number on every rank, once per step. The step's measures are available and
         the next step has sent nothing yet, so listeners may communicate."""
@@ -83,6 +82,12 @@ class ModelState:
         self._has_warned_of_silence = False
         # Collectives before the last step of each optimizer, or of the engine.
         self._sent_before: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+    def watch(self, group: Group) -> None:
+        """Let a group's gradients follow the steps of this model."""
+        # Weak, because a dropped model must not wait for the garbage collector.
+        group.gradients.progress = weakref.proxy(self)
+        group.gradients.counts_nonfinite = self.telemetry.is_on
 
     def on_step(self, call: Callable[[int], None]) -> Callable[[], None]:
         """Call with the number of steps after each; see `Engine.on_step`."""
@@ -135,13 +140,11 @@ class ModelState:
         is_due = self.telemetry.is_due(self.steps)
         if is_due:
             self.telemetry.publish(self._squares(self.telemetry.sample_numel), step=self.steps)
-            self.telemetry.means = [group.mean_sample for group in self.groups]
         for listener in self.step_listeners:
             listener(self.steps)
         if is_due:
             for group in self.groups:
-                # Otherwise a group without a gradient in the next measured step would report this one again.
-                group.gradient_sample = group.nonfinite_groups = group.mean_sample = None
+                group.gradients.end_sample()
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -150,14 +153,7 @@ class ModelState:
         squares = self.telemetry.with_last_gradients(self._squares(None))
         pending = [pending_squares(group) for group in self.groups]
         unsent = torch.stack(pending) if pending else torch.empty(0, 2, dtype=torch.float64)
-        last = zip(self.groups, self.telemetry.means, strict=True)
-        ratio, scale = mean_ratios([group.mean_sample or before for group, before in last])
-        return {
-            **total_measures(squares),
-            "pending": total_error(unsent),
-            "signal_to_noise": ratio,
-            "gradient_noise_scale": scale,
-        }
+        return {**total_measures(squares), "pending": total_error(unsent)}
 
     def _squares(self, sample_numel: int | None) -> Tensor:
         # One group at a time: measuring an entire shard takes several times its memory.
@@ -186,7 +182,7 @@ class ModelState:
             "total": self._reported(total),
             "compression_ratio": last.compression_ratio if steps and not self.is_silent else None,
             "total_compression_ratio": total.compression_ratio if steps else None,
-            "full_refreshes": sum(group.full_refreshes for group in self.groups),
+            "full_refreshes": sum(group.weights.full_refreshes for group in self.groups),
             "sampled_step": self.telemetry.step,
             **total_measures(self.telemetry.squares),
         }
@@ -208,10 +204,10 @@ class ModelState:
                     "inter_bytes": round(traffic.inter_bytes),
                     "compression_ratio": traffic.compression_ratio if has_stepped else None,
                     **measured[name],
-                    "weight_bits": None if group.replica is None else group.replica.bits,
-                    "gradient_bits": group.gradient_bits,
-                    "full_refreshes": group.full_refreshes,
-                    "full_refresh_reason": group.full_refresh_reason,
+                    "weight_bits": None if group.weights.replica is None else group.weights.replica.bits,
+                    "gradient_bits": group.gradients.bits,
+                    "full_refreshes": group.weights.full_refreshes,
+                    "full_refresh_reason": group.weights.full_refresh_reason,
                 }
             )
         return found

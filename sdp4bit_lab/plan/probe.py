@@ -178,7 +178,7 @@ def _synchronize(device: torch.device) -> None:
 def _quantization(values: int, *, ranks: int, device: torch.device) -> tuple[Callable[[], None], float]:
     """Return the operators of a one-level reduction of this many gradients, and the bytes they move."""
     config, row = GradientConfig(inside_one_node=True), values // ranks
-    if row < config.min_numel:
+    if config.exempts(numel=row):
         raise SettingError(
             f"--quantized-values {values} is {row} per row on {ranks} ranks, too few to be quantized: "
             f"give at least {config.min_numel * ranks}"

@@ -132,7 +132,7 @@ def gradient_exchange(
     """
     if grid.size == 1 or not (row_numel or sections):
         return Exchange()
-    if config is None or row_numel < config.min_numel:
+    if config is None or config.exempts(numel=row_numel):
         return ring(row_numel * dense_bytes, grid=grid, kind="reduce")
     plan = plan_reduce(tuple(sections) or whole_row(row_numel), grid=grid, config=config)
     return _reduction(plan, dense_bytes=dense_bytes)

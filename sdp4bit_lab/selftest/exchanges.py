@@ -125,10 +125,11 @@ def _simulate_weights(layout: Nodes, config: WeightConfig, mains: Sequence[Tenso
     """
     replica = SimulatedReplica(layout, scratch=Scratch(), config=config, traffic=TrafficCounter(layout))
     weights = torch.empty_like(mains[0])
-    replica.refresh_fully(mains[0], weights)
+    replica.rows = weights
+    replica.start_full_refresh(mains[0])
     yield weights
     for main in mains[1:]:
-        replica.refresh(main, weights)
+        replica.start_quantized_refresh(main)
         yield weights
 
 

@@ -15,7 +15,7 @@ from sdp4bit.collectives.all_reduce import PieceQuantizer, pieces_of
 from sdp4bit.collectives.plan import Message, ReducePlan, plan_refresh
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, SectionValues
 from sdp4bit.collectives.scratch import Messages, Scratch
-from sdp4bit.collectives.sections import Section, whole_row
+from sdp4bit.collectives.sections import Range, Section, whole_row
 from sdp4bit.collectives.topology import Nodes, Topology, arrange, block_numbers
 from sdp4bit.collectives.transport import PendingTransfer, Running, Transport, Use, advance
 from sdp4bit.collectives.weight_replica import WeightReplica
@@ -251,39 +251,49 @@ class SimulatedReplica(WeightReplica):
     """Weight replica that is identical on all simulated ranks and stored once, by the caller."""
 
     def __init__(
-        self, layout: Nodes, *, config: WeightConfig, traffic: TrafficCounter, scratch: Scratch
+        self,
+        layout: Nodes,
+        *,
+        config: WeightConfig,
+        traffic: TrafficCounter,
+        scratch: Scratch,
+        sections: tuple[Section, ...] = (),
     ) -> None:
         """Prepare without allocating; `traffic` counts one rank's bytes, which are equal for all."""
         layout = replace(layout, blocks=1)  # weights cross nodes in one hop
         topology = Topology(layout=layout, node=0, local_rank=0, intra=None, inter=None)
-        super().__init__(topology, config=config, traffic=traffic, scratch=scratch)
+        super().__init__(topology, config=config, traffic=traffic, scratch=scratch, sections=sections)
 
-    def refresh_fully(self, rows: Tensor, held: Tensor) -> None:
-        """Copy rows into the replica, both [ranks, n], contiguous, in the gathered dtype."""
-        layout, row_bytes = self._topology.layout, held[0].nbytes
-        if rows is not held:
-            held.copy_(rows)
+    def start_full_refresh(self, row: Tensor, *, ranges: Sequence[Range] | None = None) -> None:
+        """Set the replica to the rows of all ranks [ranks, n], in the gathered dtype."""
+        held, layout = self._held(), self._topology.layout
+        if row is not held:
+            held.copy_(row)
+        row_bytes = held[0].nbytes
         if layout.nodes > 1:
             self._traffic.count(row_bytes * (layout.nodes - 1), level="inter")
         if self.holds_all_rows and layout.ranks_per_node > 1:
             peers = layout.ranks_per_node - 1
             self._traffic.count(row_bytes * layout.nodes * peers, level="intra")
 
-    def refresh(self, rows: Tensor, held: Tensor, *, sections: Sequence[Section] = ()) -> None:
-        """Add the quantized differences from the rows to the replica; sections () is a single one."""
+    def start_quantized_refresh(
+        self, row: Tensor, *, ranges: Sequence[Range] | None = None, as_gathered: Tensor | None = None
+    ) -> None:
+        """Add the quantized differences of the rows of all ranks [ranks, n] to the replica."""
+        held = self._held()
         if self.bits is None:
-            self.refresh_fully(rows, held)
+            self.start_full_refresh(row)
             return
         plan = plan_refresh(
-            tuple(sections) or whole_row(rows.shape[1]),
+            self._sections or whole_row(row.shape[1]),
             grid=self._topology.layout.grid,
             config=self.config,
-            numel=rows.shape[1],
+            numel=row.shape[1],
         )
-        ranks, device = range(self._topology.size), rows.device
+        ranks, device = range(self._topology.size), row.device
         sent = self._scratch.split("weights", len(ranks), plan.message, device=device)
         for section, part in zip(plan.sections, sent.parts, strict=True):
-            main, replica = section.take(rows), section.take(held)
+            main, replica = section.take(row), section.take(held)
             for rank in ranks:
                 self.quantize(main[rank], replica[rank], part[rank], section=section)
             self.apply(part, replica, section=section)
@@ -291,6 +301,11 @@ class SimulatedReplica(WeightReplica):
         for each in (plan.inter, plan.intra):
             if each.nbytes:
                 self._traffic.count(each.nbytes, level=each.level, padding_bytes=each.padding_bytes)
+
+    def _held(self) -> Tensor:
+        """Return the rows [ranks, n], which the caller has set."""
+        assert self.rows is not None
+        return self.rows
 
     def count_gather(self, row_bytes: int) -> None:
         """Count a gather of weights inside the node, unless every rank holds all of them."""

@@ -7,20 +7,23 @@ and how many bytes would be sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.samples import sample_of
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import CutParam, Range, Section, cut_row, whole_row
 from sdp4bit.collectives.topology import Nodes
+from sdp4bit.collectives.weights import Weights
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.edits import change_squares, is_large_change
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import one_node_reason
-from sdp4bit.observe.measures import sample_gradient, sample_of
 from sdp4bit.observe.stats import ModelState
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica
 from sdp4bit_lab.simulated.rows import RowLayout
@@ -56,11 +59,17 @@ class SimulatedGroup:
         return sample_of(self.rows.row(self._main, rank=0), ranges).float()
 
 
+class SimulatedWeights(Weights):
+    """Weights that are stored once for all simulated ranks."""
+
+    replica: SimulatedReplica | None
+
+
 class SimulatedGroupState(Group):
     """Communication state of one parameter group; counters are per rank."""
 
     view: SimulatedGroup
-    replica: SimulatedReplica | None
+    weights: SimulatedWeights
 
     def __init__(
         self,
@@ -79,7 +88,7 @@ class SimulatedGroupState(Group):
         self.stays_gathered = stays_gathered
         """Whether the weights are kept from forward to backward."""
         self.is_gathered = False
-        self.weight_sections: tuple[Section, ...] = ()
+        self.reduction: dict[str, Any] = {}  # arguments of the reduction under way, equal for all ranks
         self.gradient_sections: tuple[Section, ...] = ()
         self.was_loaded = False
         """Whether the replica comes from a checkpoint, and the next full refresh sends it."""
@@ -93,12 +102,7 @@ class SimulatedGroupState(Group):
         return self.view.sample_main(ranges), sample_of(held, ranges)
 
     def awaits_refresh(self) -> bool:
-        return self.is_changed or self.resync_wanted
-
-    def is_reduced_quantized(self, *, steps: int) -> bool:
-        """Return whether a reduction after this many steps is quantized."""
-        config = self.gradient_config
-        return config is not None and self.view.shard_numel >= config.min_numel and steps >= config.start_step
+        return self.weights.is_changed or self.resync_wanted
 
 
 class SimulatedModelState(ModelState):
@@ -183,28 +187,31 @@ class SimulatedCommHandle(CommHandle):
     def _choose(self, comm: SimulatedGroupState, config: SDP4BitConfig) -> None:
         """Set up a group's quantized communication, or the reason for its absence."""
         nodes = self.layout.nodes
-        comm.weights_unquantized_reason = one_node_reason(config.weights, nodes=nodes)
-        comm.gradients_unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
-        if config.weights is not None and not comm.weights_unquantized_reason:
-            comm.weight_sections = comm.view.sections(
-                unit=config.weights.group_size, separate=config.separate_parameters
+        comm.weights.unquantized_reason = one_node_reason(config.weights, nodes=nodes)
+        comm.gradients.unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
+        if config.weights is not None and not comm.weights.unquantized_reason:
+            comm.weights.replica = SimulatedReplica(
+                self.layout,
+                config=config.weights,
+                traffic=comm.weights.traffic,
+                scratch=self._scratch,
+                sections=comm.view.sections(
+                    unit=config.weights.group_size, separate=config.separate_parameters
+                ),
             )
-            comm.replica = SimulatedReplica(
-                self.layout, config=config.weights, traffic=comm.weight_traffic, scratch=self._scratch
-            )
-        if config.gradients is None or comm.gradients_unquantized_reason:
+        if config.gradients is None or comm.gradients.unquantized_reason:
             return
         comm.reductions_of_all = SimulatedReduceScatter(
             self.layout,
             config=config.gradients,
             seed=config.seed,
             bucket=comm.index,
-            traffic=comm.gradient_traffic,
+            traffic=comm.gradients.traffic,
             scratch=self._scratch,
         )
-        comm.reduction = comm.reductions_of_all.of_rank_0
+        comm.gradients.reduction = comm.reductions_of_all.of_rank_0
         comm.gradient_sections = comm.view.sections(
-            unit=comm.reduction.group_unit, separate=config.separate_parameters
+            unit=comm.gradients.reduction.group_unit, separate=config.separate_parameters
         )
 
     # -- weights ---------------------------------------------------------------------------------------
@@ -241,51 +248,51 @@ class SimulatedCommHandle(CommHandle):
         """Record that an optimizer has changed the main weights."""
         self._state.step_pending = True
         for comm in self._state.groups:
-            comm.is_changed = True
+            comm.weights.is_changed = True  # also without a replica, because the compute weights follow
             comm.is_gathered = False
 
     def resync(self) -> None:
         """Refresh the replicas in full precision before the next forward."""
         for comm in self._state.groups:
             comm.resync_wanted, comm.was_loaded = True, False
-            comm.is_changed = comm.is_gathered = False
+            comm.weights.is_changed = comm.is_gathered = False
 
     def _refresh(self, comm: SimulatedGroupState) -> None:
-        layout = comm.view.rows
-        if comm.replica is None:
-            if (comm.is_changed or comm.resync_wanted) and not self._is_shared:
+        layout, replica = comm.view.rows, comm.weights.replica
+        if replica is None:
+            if (comm.weights.is_changed or comm.resync_wanted) and not self._is_shared:
                 for param in layout.params:
                     self._held[param.name].copy_(self._main[param.name])
-            comm.is_changed = comm.resync_wanted = False
+            comm.weights.is_changed = comm.resync_wanted = False
             return
-        if not (comm.is_changed or comm.resync_wanted):
+        if not (comm.weights.is_changed or comm.resync_wanted):
             return
         held, rows = self._rows("held", comm, self._dtype), self._rows("main", comm, torch.float32)
         layout.write_rows(self._held, held)
         layout.write_rows(self._main, rows)
-        is_evaluated = comm.is_changed and not comm.resync_wanted and not self._compute.training
-        if is_evaluated and comm.replica.sends_differences:
+        is_evaluated = comm.weights.is_changed and not comm.resync_wanted and not self._compute.training
+        if is_evaluated and replica.sends_differences:
             # As on FSDP2, the size of the change decides if an evaluation is the first to use it.
             by_rank = [change_squares(row.to(self._dtype), own) for row, own in zip(rows, held, strict=True)]
             comm.resync_wanted = bool(is_large_change(torch.stack(by_rank).sum(0)))
-        sends_difference = comm.is_changed and (comm.was_loaded or not comm.resync_wanted)
+        sends_difference = comm.weights.is_changed and (comm.was_loaded or not comm.resync_wanted)
+        replica.rows = held
         if comm.resync_wanted:
-            comm.replica.refresh_fully(held if comm.was_loaded else rows, held)
-            comm.count_full_refresh("a large change in evaluation" if is_evaluated else "requested or loaded")
+            reason = "a large change in evaluation" if is_evaluated else "requested or loaded"
+            comm.weights.start_full_refresh(held if comm.was_loaded else rows, reason=reason)
         if sends_difference:
-            comm.replica.refresh(rows, held, sections=comm.weight_sections)
-            comm.refreshes += 1
+            comm.weights.start_quantized_refresh(rows)
         layout.read_rows(held, self._held)
         # Only now, so that an exception leaves the refresh due.
-        comm.is_changed = comm.resync_wanted = comm.was_loaded = False
+        comm.weights.is_changed = comm.resync_wanted = comm.was_loaded = False
 
     def _count_gather(self, comm: SimulatedGroupState) -> None:
         shard_bytes = comm.view.shard_numel * self._dtype.itemsize
-        if comm.replica is None:
-            comm.count_dense(comm.weight_traffic, shard_bytes)
+        if comm.weights.replica is None:
+            comm.weights.gather(shard_bytes, lambda: None)  # one process holds all weights
         else:
-            comm.weight_traffic.count_plain(shard_bytes)
-            comm.replica.count_gather(shard_bytes)
+            comm.weights.traffic.count_plain(shard_bytes)
+            comm.weights.replica.count_gather(shard_bytes)
 
     def _rows(self, use: str, comm: SimulatedGroupState, dtype: torch.dtype) -> Tensor:
         """Return uninitialized [ranks, n], valid until the next call for this use."""
@@ -303,15 +310,17 @@ class SimulatedCommHandle(CommHandle):
         """
         state = self._state
         for comm in state.groups:
-            if comm.reductions_of_all is not None and comm.is_reduced_quantized(steps=state.steps):
+            if comm.reductions_of_all is not None and comm.gradients.is_quantized(comm.view.shard_numel):
                 rows = self._rows("gradient", comm, torch.float32)
                 comm.view.rows.write_rows(gradients, rows)
-                nonfinite = None
                 if rank == 0:
                     comm.reductions_of_all.abandon()
-                    nonfinite = sample_gradient(comm, rows.view(-1), sample_numel=state.gradient_sample_numel)
+                    comm.reduction = comm.gradients.next_reduction(rows.view(-1), dist.ReduceOp.SUM)
                 comm.reductions_of_all.add(
-                    rows, call=comm.reductions, nonfinite=nonfinite, sections=comm.gradient_sections
+                    rows,
+                    call=comm.reduction["call"],
+                    nonfinite=None if rank else comm.reduction["nonfinite"],
+                    sections=comm.gradient_sections,
                 )
                 continue
             for param in comm.view.rows.params:
@@ -328,8 +337,7 @@ class SimulatedCommHandle(CommHandle):
         for comm in self._state.groups:
             names = [param.name for param in comm.view.rows.params]
             reduced = {name: self._sum_of(name) for name in names}
-            comm.gradient_bits = None
-            if comm.reductions_of_all is not None and comm.is_reduced_quantized(steps=self._state.steps):
+            if comm.reductions_of_all is not None and comm.gradients.is_quantized(comm.view.shard_numel):
                 rows = comm.view.rows
 
                 def take(
@@ -338,10 +346,8 @@ class SimulatedCommHandle(CommHandle):
                     rows.read_row(row.div_(ranks), rank=rank, tensors=reduced)
 
                 comm.reductions_of_all.finish(take)
-                comm.next_reduction()
-                comm.gradient_bits = comm.reductions_of_all.of_rank_0.bits
             else:
-                comm.count_dense(comm.gradient_traffic, comm.view.shard_numel * torch.float32.itemsize)
+                comm.gradients.count_plain(comm.view.shard_numel * torch.float32.itemsize)
                 torch._foreach_div_(list(reduced.values()), float(ranks))
             for name in names:
                 self._main_parameters[name].grad = reduced[name]
@@ -364,9 +370,11 @@ class SimulatedCommHandle(CommHandle):
         for comm in state.groups:
             # A pending full refresh is not saved, because a resumed run starts with one.
             is_due = comm.resync_wanted and not comm.was_loaded
-            changed = int(comm.is_changed and not is_due)
-            counters[comm.view.name] = torch.tensor([comm.reductions, comm.refreshes, changed])
-            if comm.replica is not None:
+            changed = int(comm.weights.is_changed and not is_due)
+            counters[comm.view.name] = torch.tensor(
+                [comm.gradients.reductions, comm.weights.refreshes, changed]
+            )
+            if comm.weights.replica is not None:
                 for param in comm.view.rows.params:
                     name = param.name
                     replica[name] = self._main[name].to(self._dtype) if is_due else self._held[name]
@@ -385,10 +393,10 @@ class SimulatedCommHandle(CommHandle):
         state.steps, state.step_pending = int(state_dict["steps"]), False
         for comm in state.groups:
             counters = [int(value) for value in state_dict["groups"][comm.view.name]]
-            comm.reductions, comm.refreshes, changed = counters
-            comm.is_changed = bool(changed)
+            comm.gradients.reductions, comm.weights.refreshes, changed = counters
+            comm.weights.is_changed = bool(changed)
             comm.resync_wanted, comm.is_gathered = True, False
-            comm.was_loaded = comm.replica is not None
-            if comm.replica is not None:
+            comm.was_loaded = comm.weights.replica is not None
+            if comm.weights.replica is not None:
                 for param in comm.view.rows.params:
                     self._held[param.name].copy_(state_dict["replica"][param.name])

@@ -95,7 +95,7 @@ def train(storage: torch.dtype, policy: MixedPrecisionPolicy) -> dict[str, Any]:
             "sent": dict(sent),
             "reported": 0 if comm is None else comm.stats()["total"]["inter_bytes"],
             "full": 0 if comm is None else comm.stats()["full_refreshes"],
-            "replicas": comm is None or all(group.replica is not None for group in comm.groups),
+            "replicas": comm is None or all(group.weights.replica is not None for group in comm.groups),
             "packed": packed_bytes(model),
         }
     return result

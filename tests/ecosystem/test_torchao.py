@@ -120,7 +120,7 @@ def train(
     with torch.no_grad():
         found["evaluated"] = model(rows(99)[0]).double().abs().sum().item()
     if comm is not None:
-        found["served"] = [group.replica is not None for group in comm.groups]
+        found["served"] = [group.weights.replica is not None for group in comm.groups]
         found["explained"] = flat(comm.explain(full=True))
         comm.audit()
     return found

@@ -110,7 +110,7 @@ def steps_of_listener() -> list[Any]:
 
     def listener(step: int) -> None:
         sent = sum(
-            t.current_step.collectives for g in state.groups for t in (g.weight_traffic, g.gradient_traffic)
+            t.current_step.collectives for g in state.groups for t in (g.weights.traffic, g.gradients.traffic)
         )
         seen.append((step, state.telemetry.step, sent))
         dist.barrier()  # all ranks are here at once

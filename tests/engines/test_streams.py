@@ -457,10 +457,10 @@ def test_an_edit_in_an_accumulation_is_sent_after_its_step_and_not_waited_for() 
         model.set_requires_gradient_sync(True)
         run.backward()
         run.step()
-        assert sim.host_waits == [] and all(comm.full_refreshes == 0 for comm in run.comm.groups)
+        assert sim.host_waits == [] and all(comm.weights.full_refreshes == 0 for comm in run.comm.groups)
         torch.cuda.synchronize()
         run.forward()
-        assert all(comm.full_refreshes == 1 for comm in run.comm.groups)
+        assert all(comm.weights.full_refreshes == 1 for comm in run.comm.groups)
 
 
 @pytest.fixture(scope="module")

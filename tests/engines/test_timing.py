@@ -70,9 +70,9 @@ def counted_steps() -> dict[str, Any]:
         run.train(1)
         sent.append(run.comm.stats()["total"]["collectives"] > before)
 
-    reductions = [comm.reductions for comm in run.comm.groups]
+    reductions = [comm.gradients.reductions for comm in run.comm.groups]
     times = run.comm.time_steps(step, repeats=2)
-    counted = [comm.reductions - n for comm, n in zip(run.comm.groups, reductions, strict=True)]
+    counted = [comm.gradients.reductions - n for comm, n in zip(run.comm.groups, reductions, strict=True)]
     refreshes = run.comm.stats()["full_refreshes"]
     run.train(1)
     return {
@@ -162,7 +162,7 @@ def switched(config: SDP4BitConfig | None, *, quantized_first: int) -> list[floa
     run = Run(build(), config, topology=1).train(quantized_first)
     if run.comm is None:
         return run.train(4).finish()
-    reductions = [comm.reductions for comm in run.comm.groups]
+    reductions = [comm.gradients.reductions for comm in run.comm.groups]
     with run.comm.full_precision():
         assert "inside full_precision()" in run.comm.explain(full=True)
         run.train(1)
@@ -171,12 +171,12 @@ def switched(config: SDP4BitConfig | None, *, quantized_first: int) -> list[floa
         run.train(1)
         with pytest.raises(RuntimeError, match=r"inside full_precision\(\): call it outside"):
             run.comm.time_steps(lambda: run.train(1))
-    assert [comm.reductions for comm in run.comm.groups] == reductions
+    assert [comm.gradients.reductions for comm in run.comm.groups] == reductions
     assert "inside full_precision()" not in run.comm.explain(full=True)
     run.evaluate()
     for comm in run.comm.groups:
-        if comm.replica is not None:
-            assert torch.equal(comm.replica.own_shard, comm.view.gathered_shard())
+        if comm.weights.replica is not None:
+            assert torch.equal(comm.weights.replica.own_shard, comm.view.gathered_shard())
     return run.train(2).finish()
 
 

@@ -66,7 +66,7 @@ def train(staged: bool, **options: Any) -> tuple[MegatronRun, list[Event]]:
 
 
 def bytes_of_messages(run: MegatronRun) -> int:
-    transports = [comm.reduction.transport for comm in run.comm.groups]
+    transports = [comm.gradients.reduction.transport for comm in run.comm.groups]
     (scratch,) = {each._scratch for each in transports}
     return sum(buffer.numel() for buffer in scratch._buffers.values())
 

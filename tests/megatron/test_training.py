@@ -90,7 +90,7 @@ def fp32_buffer() -> None:
     quantized.evaluate()
     assert "float32 parameters" in explained(quantized.comm.explain(full=True))["chunk0.float32.0"]
     total = quantized.comm.stats()["last_step"]
-    dense = next(c for c in quantized.comm.groups if c.replica is None)
+    dense = next(c for c in quantized.comm.groups if c.weights.replica is None)
     assert total["collectives"] == 2 * len(quantized.comm.groups)
     # 48 + 48 values padded to 128, in rows of 64; gathered in fp32 and reduced in fp32.
     assert quantized.comm._state.traffic_of(dense).inter_bytes == 2 * 64 * 4
@@ -151,7 +151,7 @@ def first_steps_in_full_precision() -> None:
 
     long = SDP4BitConfig(weights=None, gradients=GradientConfig(min_numel=10_000))
     short_rows = MegatronRun(long, topology=1, **OVERLAP)
-    reduced = [comm for comm in short_rows.comm.groups if comm.reduction is not None]
+    reduced = [comm for comm in short_rows.comm.groups if comm.gradients.reduction is not None]
     assert 0 < len(reduced) < len(short_rows.comm.groups)
     assert "row below min_numel=10000" in flat(short_rows.comm.explain(full=True))
     short_rows.train(1)

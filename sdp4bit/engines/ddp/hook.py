@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`, because DDP compares a hook's annotations with its types.
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
-from sdp4bit.collectives.group import Group, Reduction, Remarks
+from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, take_ranges
 from sdp4bit.collectives.topology import Nodes, Topology, TopologySpec, create_topologies, destroy_topology
@@ -34,7 +34,7 @@ from sdp4bit.observe.explain import (
     one_node_note,
     one_node_reason,
 )
-from sdp4bit.observe.measures import Telemetry, sample_gradient, sample_received, sample_sent
+from sdp4bit.observe.measures import Telemetry
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.ops import checksum
 from sdp4bit.quantization.random import check_numbers
@@ -214,13 +214,25 @@ class DDPCommState(CommHandle):
             # The last backward ends here, because its measures are complete: DDP has waited for its futures.
             state.end_step()
         group = self._group_of(bucket, topology)
-        reason = self._unquantized_reason(values)
+        gradients, plain = group.gradients, partial(self._average_densely, values)
+        reason, numel = self._unquantized_reason(values), values.numel()
         config = self.config.gradients or GradientConfig()
-        group.how = reason or describe_all_reduce(config, topology.layout, values.numel())
-        if reason or not (group.all_reduce and group.all_reduce.takes(values.numel())):
-            group.gradient_bits = None
-            return self._average_densely(values, group)
-        return self._average_quantized(values, group)
+        group.how = reason or describe_all_reduce(config, topology.layout, numel, steps=state.steps)
+        if values.layout != torch.strided:
+            # The backend coalesces each rank's rows and gathers them.
+            sparse = values.coalesce()
+            gradients.count_plain_all_reduce(sparse.indices().nbytes + sparse.values().nbytes)
+            return plain()
+        if reason:
+            gradients.count_plain_all_reduce(round(2 * values.nbytes / topology.layout.size))
+            return plain()
+        return gradients.reduce_in_place(
+            values,
+            dist.ReduceOp.AVG,
+            plain=plain,
+            run=partial(self._run_beside, values),
+            number=state.steps,  # a backward pass reduces each bucket once, so (step, bucket) is unique
+        )
 
     def _check_model(self) -> None:
         """Raise ValueError if the model averages over other ranks than this state."""
@@ -252,16 +264,16 @@ class DDPCommState(CommHandle):
                 parameters=(),
             )
             created = BucketGroup(new, index=index, layout=layout, replicate=layout)
-            created.weights_unquantized_reason = _NOT_SENT
-            created.counts_nonfinite = self.config.telemetry is not None
+            created.weights.unquantized_reason = _NOT_SENT
+            self._state.watch(created)
             if self.config.gradients is not None and not self._unquantized_reason():
-                created.all_reduce = QuantizedAllReduce(
+                created.gradients.all_reduce = QuantizedAllReduce(
                     topology,
                     config=self.config.gradients,
                     seed=self.config.seed,
                     ranks=range(layout.size),
                     bucket=index,
-                    traffic=created.all_reduce_traffic,
+                    traffic=created.gradients.all_reduce_traffic,
                     scratch=self._scratch,
                     name=f"DDP's bucket {index}",
                 )
@@ -283,8 +295,6 @@ class DDPCommState(CommHandle):
             return reason
         if values.layout != torch.strided:
             return "full precision: sparse gradients"
-        if self._state.steps < self.config.gradients.start_step:
-            return f"full precision until step {self.config.gradients.start_step}"
         if values.dtype not in _QUANTIZED_DTYPES:
             if not self._has_warned:
                 self._has_warned = True
@@ -296,45 +306,30 @@ class DDPCommState(CommHandle):
             return f"full precision: {str(values.dtype).removeprefix('torch.')}"
         return ""
 
-    def _average_densely(self, values: Tensor, group: BucketGroup | None = None) -> Future[Tensor]:
-        """Average as plain DDP; the group counts the bytes."""
+    def _average_densely(self, values: Tensor) -> Future[Tensor]:
+        """Average as plain DDP."""
         size = dist.get_world_size(self._torch_group)
         if values.layout == torch.strided:
             values.mul_(1.0 / size)
-            # The bytes of a ring all-reduce.
-            sent = round(2 * values.nbytes / size)
         else:
-            values.div_(size)
-            # The backend coalesces each rank's rows and gathers them.
-            values = values.coalesce()
-            sent = values.indices().nbytes + values.values().nbytes
-        if group is not None and size > 1:
-            group.count_dense(group.all_reduce_traffic, sent)
+            values = values.div_(size).coalesce()
         with comm_error_context("full-precision gradient all-reduce of DDP", group=self._torch_group):
             work: Any = dist.all_reduce(values, group=self._torch_group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def _average_quantized(self, values: Tensor, group: BucketGroup) -> Future[Tensor]:
-        all_reduce, call, device = group.all_reduce, self._state.steps, values.device
-        assert all_reduce is not None
-        sample_numel, size = self._state.gradient_sample_numel, group.layout.size
-        nonfinite = sample_gradient(group, values, sample_numel=sample_numel)
-        over = Reduction(cast(ProcessGroup, group.view.process_group), 1.0 / size)
-        sample_sent(group, values, over, sample_numel=sample_numel)
-        group.gradient_bits = all_reduce.bits
+    def _run_beside(self, values: Tensor, average: Callable[[], None]) -> Future[Tensor]:
+        """Run a quantized all-reduce on a side stream; return a future of the values that it averages."""
+        device = values.device
         if device not in self._streams:
             self._streams[device] = SideStream(device)
         future = _future(device)
 
-        def average() -> None:
-            # A backward pass reduces each bucket once, so (step, bucket) is unique.
-            all_reduce(values, call=call, multiplier=over.factor, nonfinite=nonfinite)
-            sample_received(group, values, over, copies=size, sample_numel=sample_numel)
+        def average_and_answer() -> None:
+            average()
             # On a GPU, waiting for the future waits for the side stream, which is current here.
             future.set_result(values)
 
-        self._streams[device].run(average)
+        self._streams[device].run(average_and_answer)
         return future
 
     def _end_backward(self, count: int) -> None:
@@ -342,7 +337,7 @@ class DDPCommState(CommHandle):
         state, is_first = self._state, self._note == _NO_GRADIENTS
         state.step_pending = True
         for group in self._buckets[count:]:
-            state.retired += group.all_reduce_traffic.total
+            state.retired += group.gradients.all_reduce_traffic.total
         self._are_new |= count < len(self._buckets)
         del self._buckets[count:]
         if self._are_new:
@@ -380,7 +375,7 @@ class DDPCommState(CommHandle):
                 layout=group.layout,
                 process_group=group.view.process_group,
                 is_full=True,
-                traffic=group.weight_traffic,
+                traffic=group.weights.traffic,
                 can_be_refreshed=False,
             )
             for group in self._buckets

@@ -151,7 +151,7 @@ class FSDP2:
             CommObjects(
                 all_gather=AllGatherHook(group, self._state, stock=stock.all_gather),
                 reduce_scatter=ReduceScatterHook(group, self._state, stock=stock.reduce_scatter),
-                force_sum=stock.force_sum or bool(group.gradient_quantizers),
+                force_sum=stock.force_sum or bool(group.gradients.quantizers),
                 replicate=stock.replicate
                 if stock.replicate is None or group.replicate_layout is None
                 else cast(ProcessGroup, ReplicateGroup(group, self._state, stock=stock.replicate)),
@@ -186,8 +186,8 @@ class FSDP2:
 def _restore(group: FSDPGroup, previous: CommObjects) -> None:
     try:
         # A failed forward may have left transfers that read and write the replica.
-        if group.replica is not None:
-            group.replica.wait()
+        if group.weights.replica is not None:
+            group.weights.replica.wait()
     finally:
         group.view.install(previous)
 
@@ -214,19 +214,21 @@ class FSDPCommHandle(CommHandle):
                 index=index,
                 layout=layouts.shards[view.ranks],
                 replicate=layouts.replicate.get(view.replicate_ranks) if view.is_hybrid else None,
+                separate_parameters=config.separate_parameters,
             )
             for index, view in enumerate(views)
         ]
         for group in groups:
-            group.weights_unquantized_reason, group.gradients_unquantized_reason = unquantized_reasons(
+            group.weights.unquantized_reason, group.gradients.unquantized_reason = unquantized_reasons(
                 group.view, layouts, config=config, skipped=skipped
             )
-            group.separate_parameters = config.separate_parameters
-            if config.weights is not None and not group.weights_unquantized_reason:
+            if config.weights is not None and not group.weights.unquantized_reason:
                 sections = group.view.weight_sections(
                     unit=config.weights.group_size, separate=config.separate_parameters
                 )
-                group.make_replica = partial(WeightReplica, sections=sections, values=group.view.value_ranges)
+                group.weights.make_replica = partial(
+                    WeightReplica, sections=sections, values=group.view.value_ranges
+                )
         state = FSDPModelState(groups, roots=roots, telemetry=config.telemetry)
         super().__init__(state, config=config, note=note, layouts=layouts)
         with self._attaching() as undo:

@@ -25,7 +25,7 @@ from sdp4bit.engines.edits import is_large_change
 from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Flags
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
-from sdp4bit.engines.fsdp2.view import ParamView, reduce_over_copies, tensor_version
+from sdp4bit.engines.fsdp2.view import FSDPView, ParamView, reduce_over_copies, tensor_version
 from sdp4bit.engines.handle import changes_weights
 from sdp4bit.engines.owned_hooks import end_with
 from sdp4bit.log import logger
@@ -257,6 +257,8 @@ class FSDPModelState(ModelState):
         self._has_gradients = True
         self._most_ranks = max((group.layout.size for group in groups), default=1)
         self._warned: set[str] = set()
+        for group in groups:
+            group.gradients.warn_once = partial(FSDPModelState.warn_once, model, group.view)
         self._has_logged = False  # a load of weights without the state
 
     @cached_property
@@ -298,7 +300,7 @@ class FSDPModelState(ModelState):
             group.fresh.note_step(by_hand=by_hand)
             if group.has_unsummed_gradients():
                 self.warn_once(
-                    group,
+                    group.view,
                     "an optimizer has stepped with gradients that were reduced over shards but not "
                     f"over the replicate dimension since ({group.view.name}). Either the last backward had "
                     "set_requires_all_reduce(False), or FSDP2 all-reduced them in full precision over a "
@@ -415,7 +417,7 @@ class FSDPModelState(ModelState):
         for group, flag in flags.items():
             if group.fresh.agree(flag._replace(misfit=has_misfit)):
                 self.warn_once(
-                    group,
+                    group.view,
                     "the loaded communication state was not saved with these weights, by these "
                     "ranks and with this layout, or the weights were edited after the last forward. "
                     f"Replicas are refreshed in full precision instead ({group.view.name} first)",
@@ -435,7 +437,7 @@ class FSDPModelState(ModelState):
     def _log_stateless_load(self, groups: Sequence[FSDPGroup]) -> None:
         """Log once, on rank 0, if training starts with loaded weights but without the state of a handle."""
         loaded = (
-            c.fresh.seen.was_loaded and c.replica is not None and not c.fresh.is_from_checkpoint
+            c.fresh.seen.was_loaded and c.weights.replica is not None and not c.fresh.is_from_checkpoint
             for c in groups
         )
         if not self.steps and not self._has_logged and dist.get_rank() == 0 and any(loaded):
@@ -447,14 +449,14 @@ class FSDPModelState(ModelState):
 
     def _seen(self, groups: Sequence[FSDPGroup]) -> dict[FSDPGroup, Flags]:
         """Return the events that this rank has seen, for the groups with a replica."""
-        groups = [group for group in groups if group.replica is not None]
+        groups = [group for group in groups if group.weights.replica is not None]
         found = {group: group.fresh.find_edits() for group in groups}
         edits = {group: edit for group, edit in found.items() if edit is not None}
         edited = dict(zip(edits, torch.stack(list(edits.values())).tolist(), strict=True)) if edits else {}
         return {
             group: group.fresh.flags(
                 edited=edited.get(group, False),
-                is_torn=group.replica is not None and group.replica.is_torn,
+                is_torn=group.weights.replica is not None and group.weights.replica.is_torn,
                 has_gradients=self._has_gradients,
             )
             for group in groups
@@ -491,22 +493,19 @@ class FSDPModelState(ModelState):
         return flags
 
     def report_full_refresh(self, group: FSDPGroup) -> None:
-        """Count and log a refresh in full precision; warn of NaN, and of repetitions."""
-        reason = group.fresh.full_reason
-        if not group.view.module.training:
-            reason += ", in evaluation"
-        group.count_full_refresh(reason)
+        """Log a refresh in full precision; warn of NaN, and of repetitions."""
+        reason = group.full_refresh_reason
         logger.info("step %d, %s in full precision: %s", self.steps, group.view.name, reason)
         if group.fresh.holds_nonfinite:
             self.warn_once(
-                group,
+                group.view,
                 f"the gathered weights hold NaN or infinity ({group.view.name} first, noticed after step "
                 f"{self.steps}) and are sent in full precision until they are finite. Look for the first "
                 "step whose loss or gradient norm is not finite, and load a checkpoint from before it",
             )
         elif group.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
             self.warn_once(
-                group,
+                group.view,
                 f"weights ({group.view.name} first) were sent in full precision "
                 f"{FULL_REFRESHES_IN_A_ROW} times in a row, now because: {reason}. If "
                 "an optimizer makes these edits, call comm.mark_step() after each to send "
@@ -514,12 +513,12 @@ class FSDPModelState(ModelState):
                 "comm.group_stats() counts full refreshes per group, with the last reason",
             )
 
-    def warn_once(self, group: FSDPGroup, message: str) -> None:
-        """Warn on the first of the group's ranks, unless the text before the first parenthesis has."""
+    def warn_once(self, view: FSDPView, message: str) -> None:
+        """Warn on the first of the view's ranks, unless the text before the first parenthesis has."""
         key = message.partition("(")[0]
         if key not in self._warned:
             self._warned.add(key)
-            warn_user(message, group.view.sharing_ranks)
+            warn_user(message, view.sharing_ranks)
 
     def detach(self) -> None:
         super().detach()

@@ -2,26 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from sdp4bit.collectives.gradients import Gradients
 from sdp4bit.collectives.group import Group, Remarks
+from sdp4bit.collectives.samples import sample_of
+from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.engines.edits import change_squares
 from sdp4bit.engines.fsdp2.freshness import Freshness
 from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.observe.audit import ReplicaCopy
-from sdp4bit.observe.measures import sample_of
 from sdp4bit.quantization.ops import checksum
+from sdp4bit.warn import warn_user
+
+
+class FSDPGradients(Gradients):
+    """Gradients whose rows FSDP2 makes up of the parameters with a gradient."""
+
+    def __init__(self, view: FSDPView, *, nodes: Nodes, replicate: Nodes | None, separate: bool) -> None:
+        super().__init__(view.name, nodes=nodes, replicate=replicate)
+        self._view = view
+        self._separate = separate  # see `SDP4BitConfig.separate_parameters`
+        self.warn_once: Callable[[str], None] = warn_user  # the state of the model replaces it
+
+    def sections(self, numel: int, *, unit: int) -> tuple[Section, ...] | None:
+        sections = self._view.gradient_sections(numel, unit=unit, separate=self._separate)
+        if sections is None:
+            self.warn_once(
+                "unknown parameters got no gradient. A module in which tensor parallelism splits some "
+                "parameters and copies others then reduces its gradients in full precision; apply "
+                f"fully_shard separately to its parts that are not always used ({self._view.name})",
+            )
+        return sections
 
 
 class FSDPGroup(Group):
     """A parameter group with its quantizers, and the decision when its replica is refreshed."""
 
     view: FSDPView
+    gradients: FSDPGradients
 
-    def __init__(self, view: FSDPView, *, index: int, layout: Nodes, replicate: Nodes | None) -> None:
+    def __init__(
+        self,
+        view: FSDPView,
+        *,
+        index: int,
+        layout: Nodes,
+        replicate: Nodes | None,
+        separate_parameters: bool = False,
+    ) -> None:
         super().__init__(view, index=index, layout=layout, replicate=replicate)
+        self.separate_parameters = separate_parameters
+        self.gradients = FSDPGradients(view, nodes=layout, replicate=replicate, separate=separate_parameters)
         self.data_rank, self.replicate_data_ranks = view.data_rank, view.replicate_data_ranks
         self.fresh = Freshness(view, nodes=layout.nodes)
         # HSDP: gradients were reduced over shards but not over the replicate dimension since.
@@ -32,8 +68,14 @@ class FSDPGroup(Group):
         return self.fresh.is_full
 
     @property
+    def full_refresh_reason(self) -> str:
+        """Why the refresh in full precision that is due, or the last one, is needed."""
+        return self.fresh.full_reason + ("" if self.view.module.training else ", in evaluation")
+
+    @property
     def sends_differences(self) -> bool:
-        return self.replica is not None and self.replica.sends_differences
+        replica = self.weights.replica
+        return replica is not None and replica.sends_differences
 
     def has_unsummed_gradients(self) -> bool:
         """Return whether gradients exist that were not summed over the replicate dimension."""
@@ -45,9 +87,9 @@ class FSDPGroup(Group):
 
     def change_squares(self) -> Tensor:
         """Return |main - replica|^2 and |main|^2 over this rank's shard, fp64 [2]."""
-        assert self.replica is not None
+        assert self.weights.replica is not None
         loaded = self.fresh.loaded_row
-        held = self.replica.own_shard if loaded is None else loaded
+        held = self.weights.replica.own_shard if loaded is None else loaded
         main = self.view.main_shard(held.dtype)
         return change_squares(self.values_of(main), self.values_of(held))
 
@@ -68,7 +110,7 @@ class FSDPGroup(Group):
 
     def main_copy(self) -> ReplicaCopy | None:
         """Return a checksum of the main shard if quantized all-reduces keep it equal over HSDP ranks."""
-        if self.all_reduce is None or self.replicate_layout is None:
+        if self.gradients.all_reduce is None or self.replicate_layout is None:
             return None
         assert self.view.replicate is not None
         return ReplicaCopy(
@@ -77,6 +119,6 @@ class FSDPGroup(Group):
             layout=self.replicate_layout,
             process_group=self.view.replicate,
             is_full=True,
-            traffic=self.all_reduce_traffic,
+            traffic=self.gradients.all_reduce_traffic,
             can_be_refreshed=False,
         )

@@ -16,14 +16,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.group import GradientQuantizer, Reduction, mean_factor, reduction_multiplier
-from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.transport import CompletedWork, DeferredWork, all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Refresh
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import Comm
-from sdp4bit.observe.measures import sample_gradient, sample_received, sample_sent
 
 
 class _Hook:
@@ -43,7 +40,7 @@ class AllGatherHook(_Hook):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor to gather to; called on FSDP2's copy-in stream."""
-        if self._group.replica is None:
+        if self._group.weights.replica is None:
             return self._stock.allocate(size, dtype=dtype, device=device)
         # A new tensor each time, because `_fill` may give it the storage of the replica, which the next
         # copy-in must not overwrite.
@@ -59,7 +56,7 @@ class AllGatherHook(_Hook):
             input_tensor: [n], this rank's shard in the gathered dtype; a row of output_tensor.
         """
         with record_function(f"sdp4bit::all_gather ({self._group.view.name})"):
-            if self._group.replica is None:
+            if self._group.weights.replica is None:
                 return self._gather_dense(output_tensor, input_tensor, group, async_op=async_op)
             return self._gather_replica(output_tensor, input_tensor, group, async_op=async_op)
 
@@ -73,14 +70,16 @@ class AllGatherHook(_Hook):
         is_part = torch_group.size() != group.layout.size
         ranks = dist.get_process_group_ranks(torch_group) if is_part else []
         members = [group.layout.ranks.index(rank) for rank in ranks] or None
-        group.count_dense(group.weight_traffic, row.nbytes, members=members)
         what = f"full-precision weight all-gather of {group.view.name}"
-        return all_gather_dense(output, row, torch_group, gather=self._stock, async_op=async_op, what=what)
+        plain = partial(
+            all_gather_dense, output, row, torch_group, gather=self._stock, async_op=async_op, what=what
+        )
+        return group.weights.gather(row.nbytes, plain, members=members)
 
     def _gather_replica(
         self, output: Tensor, row: Tensor, torch_group: dist.ProcessGroup, *, async_op: bool
     ) -> Any:
-        group, replica = self._group, self._group.replica
+        group, replica = self._group, self._group.weights.replica
         assert replica is not None
         if row.dtype == torch.uint8 and group.view.row_dtype is not None:
             row = row.view(group.view.row_dtype)  # FSDP2 gathers several dtypes as bytes
@@ -101,7 +100,7 @@ class AllGatherHook(_Hook):
                 group.fresh.raise_to(Due.FULL, REQUESTED)
             refresh = group.fresh.refresh()
         # After the decision, which may end the last step and its counts.
-        group.weight_traffic.count_plain(row.nbytes)
+        group.weights.traffic.count_plain(row.nbytes)
 
         # 2. Read the main shard on the current stream, because the optimizer might write it before a side
         # stream reads it.
@@ -153,15 +152,16 @@ class AllGatherHook(_Hook):
             row: [n], the main shard in the gathered dtype.
             main: [n], the main shard whose difference is sent.
         """
-        group, replica = self._group, self._group.replica
+        group, replica = self._group, self._group.weights.replica
         if refresh is None:
             return
         assert replica is not None
         if refresh.is_full:
-            replica.start_full_refresh(row if refresh.loaded is None else refresh.loaded)
+            group.weights.start_full_refresh(
+                row if refresh.loaded is None else refresh.loaded, reason=group.full_refresh_reason
+            )
         if main is not None:
-            replica.start_quantized_refresh(main, ranges=refresh.ranges, as_gathered=row)
-            group.refreshes += 1
+            group.weights.start_quantized_refresh(main, ranges=refresh.ranges, as_gathered=row)
         # Only now, so that an exception above leaves the refresh due.
         group.fresh.sent(refresh, row, nonfinite=replica.nonfinite)
         if refresh.is_full:
@@ -169,7 +169,7 @@ class AllGatherHook(_Hook):
 
     def _fill(self, output: Tensor) -> None:
         """Fill the output with the weights of all ranks; waits for the refresh."""
-        replica = self._group.replica
+        replica = self._group.weights.replica
         assert replica is not None
         if not replica.holds_all_rows:
             # Directly into the output, without a second tensor of its size.
@@ -190,7 +190,7 @@ class ReduceScatterHook(_Hook):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor for the input rows or for the result."""
-        if self._group.reduction is None:
+        if self._group.gradients.reduction is None:
             return self._stock.allocate(size, dtype=dtype, device=device)
         # A new tensor each time, because the result may become the storage of the gradients.
         return torch.empty(*size, dtype=dtype, device=device)
@@ -211,34 +211,12 @@ class ReduceScatterHook(_Hook):
             self._reduce(output_tensor, input_tensor, group, op)
 
     def _reduce(self, output: Tensor, input: Tensor, torch_group: dist.ProcessGroup, op: object) -> None:
-        group, state, reduction = self._group, self._state, self._group.reduction
-        state.note_reduction(group)
+        group = self._group
+        self._state.note_reduction(group)
         group.awaits_all_reduce = group.replicate_layout is not None
-        group.gradient_bits = None
-        sections = _quantized_sections(group, state, output.numel(), reduction)
-        over, sample_numel = None, state.gradient_sample_numel
-        if sample_numel is not None:  # a step that will be measured
-            over = Reduction(torch_group, mean_factor(op, torch_group))
-            sample_sent(group, input, over, sample_numel=sample_numel)
-        if reduction is None or not sections:
-            group.count_dense(group.gradient_traffic, output.nbytes)
-            what = f"full-precision gradient reduce-scatter of {group.view.name}"
-            reduce_scatter_dense(output, input, torch_group, op, reduce=self._stock, what=what)
-        else:
-            multiplier = reduction_multiplier(op, torch_group, name=group.view.name, engine="FSDP2")
-            nonfinite = sample_gradient(group, input, sample_numel=sample_numel)
-            reduction(
-                output,
-                input,
-                call=group.next_reduction(),
-                multiplier=multiplier,
-                nonfinite=nonfinite,
-                sections=sections,
-            )
-            group.gradient_bits = reduction.bits
-        if over is not None and group.replicate_layout is None:
-            first = torch_group.rank() * output.numel()
-            sample_received(group, output, over, first=first, sample_numel=sample_numel)
+        what = f"full-precision gradient reduce-scatter of {group.view.name}"
+        plain = partial(reduce_scatter_dense, output, input, torch_group, op, reduce=self._stock, what=what)
+        group.gradients.reduce(output, input, op, plain=plain)
 
 
 class ReplicateGroup(_Hook):
@@ -270,59 +248,18 @@ class ReplicateGroup(_Hook):
         # FSDP2 keeps the gradients until an event after this call has passed (PR #140044, regression test
         # PR #180900).
         with record_function(f"sdp4bit::all_reduce ({self._group.view.name})"):
-            group, state, all_reduce, (values,) = self._group, self._state, self._group.all_reduce, tensors
-            state.before_all_reduce(group)
-            group.gradient_bits, group.awaits_all_reduce = None, False
-            sections = _quantized_sections(group, state, values.numel(), all_reduce)
-            sample_numel, shards = state.gradient_sample_numel, group.view.process_group
-            if all_reduce is None or not sections or not all_reduce.takes(values.numel()):
-                if not values.numel():
-                    return
-                # The bytes of a ring all-reduce.
-                group.count_dense(group.all_reduce_traffic, round(2 * values.nbytes / self._stock.size()))
-                what = f"full-precision gradient all-reduce of {group.view.name} over the replicate dimension"
-                with comm_error_context(what, group=self._stock):
-                    work = self._stock.allreduce([values], opts)
-                    if work is not None:
-                        work.wait()
-            else:
-                multiplier = reduction_multiplier(
-                    opts.reduceOp, self._stock, name=group.view.name, engine="FSDP2"
-                )
-                nonfinite = None
-                if group.reduction is None:  # otherwise the reduce-scatter has sampled this gradient
-                    nonfinite = sample_gradient(group, values, sample_numel=sample_numel)
-                all_reduce(
-                    values,
-                    call=group.next_all_reduce(),
-                    multiplier=multiplier,
-                    nonfinite=nonfinite,
-                    sections=sections,
-                )
-                group.gradient_bits = all_reduce.bits
-            if sample_numel is not None:
-                over = Reduction(self._stock, mean_factor(opts.reduceOp, self._stock))
-                first = 0 if shards is None else shards.rank() * values.numel()
-                copies = self._stock.size()
-                sample_received(group, values, over, first=first, copies=copies, sample_numel=sample_numel)
+            group, (values,) = self._group, tensors
+            self._state.before_all_reduce(group)
+            group.awaits_all_reduce = False
+            group.gradients.reduce_in_place(
+                values, opts.reduceOp, plain=partial(self._sum, values, opts), run=lambda reduce: reduce()
+            )
 
-
-def _quantized_sections(
-    group: FSDPGroup, state: FSDPModelState, numel: int, quantizer: GradientQuantizer | None
-) -> tuple[Section, ...]:
-    """Return the sections of a row to quantize; none for full precision."""
-    config = group.gradient_config
-    if quantizer is None or config is None or state.steps < config.start_step or numel < config.min_numel:
-        return ()
-    sections = group.view.gradient_sections(
-        numel, unit=quantizer.group_unit, separate=group.separate_parameters
-    )
-    if sections is None:
-        state.warn_once(
-            group,
-            "unknown parameters got no gradient. A module in which tensor parallelism splits some "
-            "parameters and copies others then reduces its gradients in full precision; apply fully_shard "
-            f"separately to its parts that are not always used ({group.view.name})",
-        )
-        return ()
-    return sections
+    def _sum(self, values: Tensor, opts: Any) -> None:
+        if not values.numel():
+            return
+        what = f"full-precision gradient all-reduce of {self._group.view.name} over the replicate dimension"
+        with comm_error_context(what, group=self._stock):
+            work = self._stock.allreduce([values], opts)
+            if work is not None:
+                work.wait()

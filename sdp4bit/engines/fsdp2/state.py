@@ -40,17 +40,17 @@ def save_state(state: FSDPModelState) -> StateDict:
             if fresh.is_from_checkpoint:
                 # This rank's row was not usable. A wrong fingerprint prevents all ranks from using theirs.
                 marks = marks + 1
-            if group.replica is None or group.replica.rows is None or group.refresh_is_full:
+            if group.weights.replica is None or group.weights.replica.rows is None or group.refresh_is_full:
                 # A full-precision refresh is due. A resumed run starts with one if nothing is pending.
                 row, due = group.view.gathered_shard(), frozenset()
             else:
-                row = group.replica.own_shard
+                row = group.weights.replica.own_shard
                 # After an unused load or edit, and with NaN or infinity, this run continues in full
                 # precision. A wrong fingerprint makes the resumed run do the same.
                 edited, is_nonfinite = fresh.find_edits(), group.values_of(row).isfinite().all().logical_not()
                 is_unusable = is_nonfinite if edited is None else edited | is_nonfinite
                 marks = marks + is_unusable.to(marks.dtype) + int(fresh.seen.was_loaded)
-        numbers = [group.reductions, group.refreshes, group.all_reduces]
+        numbers = [group.gradients.reductions, group.weights.refreshes, group.gradients.all_reduces]
         # No two ranks of the mesh with the most dimensions hold the same shards.
         mesh = max((s.sharded.device_mesh for s in group.view.params), key=lambda mesh: mesh.ndim)
         for index, (key, param) in enumerate(zip(keys, group.view.params, strict=True)):
@@ -105,7 +105,7 @@ def load_state(state: FSDPModelState, saved: StateDict) -> None:
     state.reshard(state.groups)
     for group, keys in zip(state.groups, _keys(state), strict=True):
         values = [[int(v) for v in saved["counters"].get(key, [0, 0, 0, 0])] for key in keys]
-        group.reductions, group.refreshes, group.all_reduces, _ = values[0]
+        group.gradients.reductions, group.weights.refreshes, group.gradients.all_reduces, _ = values[0]
         due = frozenset(index for index, numbers in enumerate(values) if numbers[3])
         marks = [_local(saved["fingerprints"].get(key)) for key in keys]
         known = [mark.to(group.view.device) for mark in marks if mark is not None]
@@ -115,7 +115,7 @@ def load_state(state: FSDPModelState, saved: StateDict) -> None:
 
 def _row(group: FSDPGroup, keys: Sequence[str], replica: Mapping[str, object]) -> torch.Tensor | None:
     """Return the saved row of a group; None if a part is missing or has another size."""
-    if group.replica is None:
+    if group.weights.replica is None:
         return None
     row = torch.zeros(group.view.shard_numel, dtype=group.view.row_dtype, device=group.view.device)
     for key, param in zip(keys, group.view.params, strict=True):

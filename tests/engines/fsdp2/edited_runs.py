@@ -68,14 +68,17 @@ class EditedRun(Run):
     def _compared(self) -> Iterator[None]:
         """After the enclosed forward every replica holds this rank's shards as exactly as it must."""
         comms = [] if self.comm is None else self.comm.groups
-        held = [None if c.replica.rows is None else c.replica.own_shard.double().clone() for c in comms]
+        held = [
+            None if c.weights.replica.rows is None else c.weights.replica.own_shard.double().clone()
+            for c in comms
+        ]
         yield
         for comm, before in zip(comms, held, strict=True):
             is_exact = self.config is IDENTITY or before is None
-            dtype = comm.replica.rows.dtype if is_exact else torch.float32
+            dtype = comm.weights.replica.rows.dtype if is_exact else torch.float32
             name, main = comm.view.name, comm.view.main_shard(dtype).double()
             bound = torch.zeros_like(main) if before is None or is_exact else self._bound(name, before, main)
-            excess = (comm.replica.own_shard.double() - main).abs() - bound
+            excess = (comm.weights.replica.own_shard.double() - main).abs() - bound
             self._last[name] = main, bound
             if not bool((excess <= 0).all()):
                 where = int(excess.argmax())

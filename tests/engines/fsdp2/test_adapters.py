@@ -118,12 +118,12 @@ def assert_frozen_weights_travel_once(comm: Any, config: SDP4BitConfig, *, nodes
     refresh = weight_refresh(trained, grid=grid, config=config.weights).inter_bytes
     if config is EXACT:
         refresh = trained * group.row_dtype.itemsize * (nodes - 1)
-    sent, total = comm.weight_traffic.last_step.inter_bytes, comm.weight_traffic.total.inter_bytes
+    sent, total = comm.weights.traffic.last_step.inter_bytes, comm.weights.traffic.total.inter_bytes
     assert sent == refresh
     assert total == group.shard_numel * group.row_dtype.itemsize * (nodes - 1) + 3 * refresh
     reduction = gradient_exchange(trained, grid=grid, config=config.gradients)
-    assert comm.gradient_traffic.last_step.inter_bytes == reduction.inter_bytes
-    assert comm.full_refreshes == 0
+    assert comm.gradients.traffic.last_step.inter_bytes == reduction.inter_bytes
+    assert comm.weights.full_refreshes == 0
 
 
 def training(
@@ -181,7 +181,7 @@ def editing(config: SDP4BitConfig | None, storage: torch.dtype | None) -> list[f
     losses = run.finish()
     if config is QUANTIZED:
         # Bits travel beside the differences of values, so nothing else is sent in full precision.
-        assert [group.full_refreshes for group in run.comm.groups[1:]] == [0, 0]
+        assert [group.weights.full_refreshes for group in run.comm.groups[1:]] == [0, 0]
     if storage is not None:
         assert torch.equal(before[-1] ^ 1, frozen_bits(run)[-1])  # the base comes last
     return losses
@@ -217,9 +217,10 @@ def test_a_resume_with_frozen_bits_is_bit_identical(
     assert resumed.evaluate() == run.evaluate()
     for mine, theirs in zip(resumed.comm.groups, run.comm.groups, strict=True):
         # Rows of the checkpoint were used: the one refresh in full precision sends them.
-        assert mine.weight_traffic.total.inter_bytes > 0 and mine.fresh.due is theirs.fresh.due
+        assert mine.weights.traffic.total.inter_bytes > 0 and mine.fresh.due is theirs.fresh.due
         assert torch.equal(
-            mine.replica.own_shard.view(torch.uint8), theirs.replica.own_shard.view(torch.uint8)
+            mine.weights.replica.own_shard.view(torch.uint8),
+            theirs.weights.replica.own_shard.view(torch.uint8),
         )
 
 

@@ -68,7 +68,7 @@ def load_in_place(job: Job) -> None:
 
 def tear(job: Job) -> None:
     for group in job.comm.groups:
-        group.replica._is_unfinished = True
+        group.weights.replica._is_unfinished = True
 
 
 EVENTS: dict[str, Callable[[Job], Any]] = {

@@ -66,9 +66,9 @@ def configured(replica: ReplicaPlacement, audit_config: AuditConfig | None) -> S
 def flip_bit(run: Run, *, rank: int, group: str) -> None:
     """One bit of what one rank holds of a group's weights is another."""
     comm = next(comm for comm in run.comm.groups if comm.view.name == group)
-    comm.replica.wait()
+    comm.weights.replica.wait()
     if dist.get_rank() == rank:
-        comm.replica.rows.view(-1).view(torch.int16)[5] ^= 1 << 3
+        comm.weights.replica.rows.view(-1).view(torch.int16)[5] ^= 1 << 3
 
 
 def check_error(replica: ReplicaPlacement) -> list[str]:
@@ -118,7 +118,7 @@ def test_a_resync_repairs_a_flipped_bit() -> None:
         run.evaluate()
     assert_replicas_identical(run.comm)
     for comm in run.comm.groups:
-        exact = torch.equal(comm.replica.own_shard, comm.view.main_shard(torch.bfloat16))
+        exact = torch.equal(comm.weights.replica.own_shard, comm.view.main_shard(torch.bfloat16))
         assert exact == (comm.view.name == "blocks.0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -157,17 +157,17 @@ def one_node(config: SDP4BitConfig, weights: bool, gradients: bool, *, is_hybrid
     assert all(flat(table).endswith(text) for text in texts)
     assert (run.train(1).finish() == plain) == (not weights and not gradients)
     groups = run.comm.groups
-    assert [group.replica is not None for group in groups] == [weights] * count
-    assert [bool(group.gradient_quantizers) for group in groups] == [gradients] * count
+    assert [group.weights.replica is not None for group in groups] == [weights] * count
+    assert [bool(group.gradients.quantizers) for group in groups] == [gradients] * count
     if mesh is not None and not gradients:
-        assert all(group.all_reduce is None for group in groups)
+        assert all(group.gradients.all_reduce is None for group in groups)
 
 
 @on_ranks(4)
 def test_a_step_is_an_optimizer_step_however_often_gradients_are_reduced() -> None:
     run = Run(build(), QUANTIZED).train(2)
     once = run.comm.stats()["last_step"]["inter_bytes"]
-    gradients = sum(group.gradient_traffic.current_step.inter_bytes for group in run.comm.groups)
+    gradients = sum(group.gradients.traffic.current_step.inter_bytes for group in run.comm.groups)
     weights = once - gradients
 
     # Every micro-batch is reduced by itself, as some trainers do.

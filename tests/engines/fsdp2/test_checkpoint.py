@@ -90,9 +90,9 @@ class Job:
             for comm in self.comm.groups
             for value in (
                 int(comm.view.fingerprints().sum()),
-                int(comm.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
-                comm.refreshes,
-                comm.reductions,
+                int(comm.weights.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
+                comm.weights.refreshes,
+                comm.gradients.reductions,
             )
         ]
 
@@ -590,5 +590,5 @@ def test_a_resume_after_freezing_in_a_step_is_bit_identical(tmp_path: Path) -> N
     dcp.load({"comm": resumed.comm, "model": resumed.model.state_dict()}, checkpoint_id=str(tmp_path))
     assert resumed.evaluate() == run.evaluate()
     for mine, theirs in zip(resumed.comm.groups, run.comm.groups, strict=True):
-        assert torch.equal(mine.replica.own_shard, theirs.replica.own_shard)
+        assert torch.equal(mine.weights.replica.own_shard, theirs.weights.replica.own_shard)
         assert mine.fresh.trained == theirs.fresh.trained

@@ -54,7 +54,7 @@ def accumulate(config: SDP4BitConfig | None, reductions: int, evaluates: bool = 
                 run.evaluate(torch.inference_mode if micro_batch else torch.no_grad)
         run.step()
     if config is not None:
-        assert [group.reductions for group in run.comm.groups] == [2 * reductions] * 4
+        assert [group.gradients.reductions for group in run.comm.groups] == [2 * reductions] * 4
         assert run.comm.stats()["steps"] == 2
     return run.finish()
 
@@ -141,7 +141,7 @@ def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
     if run.comm is not None:
         run.comm.resync()
     result = run.train(1).finish()
-    assert run.comm is None or not any(group.replica.is_pending for group in run.comm.groups)
+    assert run.comm is None or not any(group.weights.replica.is_pending for group in run.comm.groups)
     return result
 
 
@@ -229,10 +229,10 @@ def test_gradients_are_dense_before_the_start_step() -> None:
     config = SDP4BitConfig(weights=None, gradients=GradientConfig(start_step=2, min_numel=0))
     plain, run = Run(build(), None).train(3), Run(build(), config, topology=1)
     run.train(2)
-    assert [group.reductions for group in run.comm.groups] == [0] * 4
+    assert [group.gradients.reductions for group in run.comm.groups] == [0] * 4
     dense = run.comm.stats()["last_step"]
     run.train(1)
-    assert [group.reductions for group in run.comm.groups] == [1] * 4
+    assert [group.gradients.reductions for group in run.comm.groups] == [1] * 4
     assert run.losses == plain.losses
     assert run.evaluate() != plain.evaluate()
     assert run.comm.stats()["last_step"]["inter_bytes"] < dense["inter_bytes"]
@@ -245,8 +245,8 @@ def test_rows_below_the_minimum_are_reduced_densely_and_counted() -> None:
     groups = explained(run.comm.explain(full=True))
     for group in run.comm.groups:
         line = groups[group.view.name]
-        rows, sent = group.view.shard_numel, group.gradient_traffic.current_step
-        assert ("below min_numel=1024" in line) == (group.reductions == 0) == (rows < 1024)
+        rows, sent = group.view.shard_numel, group.gradients.traffic.current_step
+        assert ("below min_numel=1024" in line) == (group.gradients.reductions == 0) == (rows < 1024)
         if rows < 1024:
             small += 1
             # A ring of fp32 rows over 4 ranks: every second neighbour is on the other node.
@@ -269,7 +269,7 @@ def test_the_next_block_is_refreshed_during_the_forward_and_whoever_needs_it_fin
         model = build()
         model.set_modules_to_forward_prefetch(model.blocks)
         run = Run(model, QUANTIZED, topology=1)
-        _, first, second, _ = (group.replica for group in run.comm.groups)
+        _, first, second, _ = (group.weights.replica for group in run.comm.groups)
         pending: list[list[bool]] = []
         hook = model.blocks[0].ln1.register_forward_pre_hook(
             lambda *_, seen=pending, a=first, b=second: seen.append([a.is_pending, b.is_pending])

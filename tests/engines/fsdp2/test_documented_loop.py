@@ -72,7 +72,7 @@ def test_micro_batches_are_one_reduction_and_one_step() -> None:
     run = Run(build(), QUANTIZED, topology=1)
     micro_batches = [next(run.data) for _ in range(3)]
     exec(block("micro_batches"), names_of(run, micro_batches=micro_batches))
-    assert {group.reductions for group in run.comm.groups} == {1}
+    assert {group.gradients.reductions for group in run.comm.groups} == {1}
     run.step()
     run.evaluate()
     assert run.comm.stats()["steps"] == 1

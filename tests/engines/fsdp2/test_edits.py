@@ -58,13 +58,13 @@ def fresh_groups(run: Run) -> set[str]:
     return {
         g.view.name
         for g in run.comm.groups
-        if torch.equal(g.replica.own_shard, g.view.main_shard(g.replica.rows.dtype))
+        if torch.equal(g.weights.replica.own_shard, g.view.main_shard(g.weights.replica.rows.dtype))
     }
 
 
 def sent_weights(run: Run) -> dict[str, float]:
     """Return what each group's weights sent to other nodes since the last optimizer step."""
-    return {g.view.name: g.weight_traffic.current_step.inter_bytes for g in run.comm.groups}
+    return {g.view.name: g.weights.traffic.current_step.inter_bytes for g in run.comm.groups}
 
 
 def difference_bytes(run: Run) -> dict[str, float]:
@@ -381,7 +381,7 @@ def train_filtered(config: SDP4BitConfig | None, freeze: bool) -> list[float]:
         assert_replicas_identical(comm)
         (group,) = comm.groups
         main = group.view.main_shard(torch.bfloat16).float()
-        assert (group.replica.own_shard.float() - main).norm() < 0.02 * main.norm()
+        assert (group.weights.replica.own_shard.float() - main).norm() < 0.02 * main.norm()
     return Result(losses, gradients)
 
 
@@ -398,7 +398,7 @@ def alternating(config: SDP4BitConfig | None) -> list[float]:
                     model.reshard()
                     loss_of(model, run.eval_batch)
                 mine = models.index(run.model)
-                sent = [g.weight_traffic.current_step.inter_bytes > 0 for g in comm.groups]
+                sent = [g.weights.traffic.current_step.inter_bytes > 0 for g in comm.groups]
                 started = comm.stats()["steps"] > 1
                 assert not started or sent == [(g < len(sent) // 2) == (mine == 0) for g in range(len(sent))]
     losses = [loss for run in runs for loss in run.losses]

@@ -90,7 +90,7 @@ class HybridRun(Run):
 def counted(run: HybridRun) -> Traffic:
     """What the all-reduces of the last step sent."""
     run.evaluate()
-    counters = [g.all_reduce_traffic for g in run.comm.groups]
+    counters = [g.gradients.all_reduce_traffic for g in run.comm.groups]
     return sum((c.current_step if run.comm._state.step_pending else c.last_step for c in counters), Traffic())
 
 
@@ -126,7 +126,7 @@ def check_bytes(placement: str, inter_bits: float) -> None:
         assert first["inter"] == sum(each.inter_bytes for each in (*reduced, *summed))
         assert first["inter"] == stats["last_step"]["inter_bytes"]
     bits = 8 if placement == "replicas in the node" else inter_bits
-    assert [group.gradient_bits for group in run.comm.groups] == [bits] * 4
+    assert [group.gradients.bits for group in run.comm.groups] == [bits] * 4
     # The random bits of weights are those of the shard, the bits of gradients differ on all ranks.
     (replica,) = (ranks for ranks in PLACEMENTS[placement] if dist.get_rank() in ranks)
     shard_rank = replica.index(dist.get_rank())
@@ -193,7 +193,9 @@ def accumulating(config: SDP4BitConfig | None) -> list[float]:
     result = run.finish()
     run.check_replicas()
     if config is not None:
-        assert [(group.reductions, group.all_reduces) for group in run.comm.groups] == [(2, 1)] * 4
+        assert [(group.gradients.reductions, group.gradients.all_reduces) for group in run.comm.groups] == [
+            (2, 1)
+        ] * 4
     return result
 
 
@@ -254,7 +256,7 @@ def check_measures() -> None:
     run = HybridRun(replace(QUANTIZED, alerts=alerts, audit=AuditConfig(interval=1))).train(1)
     run.evaluate()
     run.check_replicas()
-    assert {group.gradient_bits for group in run.comm.groups} == {4}
+    assert {group.gradients.bits for group in run.comm.groups} == {4}
     # 8 bits alone have an error of about 0.01.
     assert run.comm.stats()["gradient_error"] > 0.1
     assert {alert.group for alert in run.comm.alerts()} == {group.view.name for group in run.comm.groups}
@@ -277,9 +279,9 @@ def check_settings() -> None:
         assert all(module_group(block) is stock for block in run.model.blocks)
     late = HybridRun(starting_at(2)).train(2)
     assert late.losses == plain[:2]
-    assert [group.all_reduces for group in late.comm.groups] == [0] * 4
+    assert [group.gradients.all_reduces for group in late.comm.groups] == [0] * 4
     assert late.train(1).finish() != plain
-    assert [group.all_reduces for group in late.comm.groups] == [1] * 4
+    assert [group.gradients.all_reduces for group in late.comm.groups] == [1] * 4
 
     bypassed = HybridRun(GRADIENTS)
     info = bypassed.comm.groups[1].view._fsdp_group.mesh_info
@@ -293,8 +295,8 @@ def check_settings() -> None:
     run = HybridRun(replace(GRADIENTS, gradients=GradientConfig(min_numel=root))).train(2)
     for group in run.comm.groups:
         is_block = group.view.shard_numel == block
-        assert group.gradient_bits == (4 if is_block else None)
-        assert group.reductions == (2 if group.view.shard_numel >= root else 0)
+        assert group.gradients.bits == (4 if is_block else None)
+        assert group.gradients.reductions == (2 if group.view.shard_numel >= root else 0)
     assert (
         " ".join(run.comm.explain(full=True).split()).count(f"all-reduce: part below min_numel={root}") == 2
     )

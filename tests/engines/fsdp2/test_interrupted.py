@@ -49,7 +49,7 @@ def interrupt(run: Run, name: str) -> set[str]:
     """A forward fails, and the loop goes on with the next batch; return the groups with a torn replica."""
     with failing(name), pytest.raises(torch.OutOfMemoryError):
         run.evaluate()
-    torn = {group.view.name for group in run.comm.groups if group.replica.is_torn}
+    torn = {group.view.name for group in run.comm.groups if group.weights.replica.is_torn}
     for module in run.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -44,7 +44,7 @@ def compare(topology: tuple[int, int], levels: str) -> list[int]:
         sections = group.view.gradient_sections(row, unit=128, separate=True)
         config = run.comm.config.gradients
         planned.append(gradient_exchange(row, grid=group.layout, config=config, sections=sections))
-        last = group.gradient_traffic.last_step
+        last = group.gradients.traffic.last_step
         assert (last.intra_bytes, last.inter_bytes) == (planned[-1].intra_bytes, planned[-1].inter_bytes)
     sliced = replace(QUANTIZED, gradients=replace(QUANTIZED.gradients, pipeline_chunks=3))
     assert_equal(Run(build(), sliced, topology=topology).train(2).finish(), quantized)

@@ -119,7 +119,7 @@ def test_a_refresh_that_has_failed_leaves_nothing_half_removed() -> None:
     hooks = hooks_of(run.model)
     comm = quantize_communication(run.model, topology=1, config=QUANTIZED)
     run.train(1)
-    lost = mock.patch.object(comm.groups[0].replica, "wait", side_effect=RuntimeError("lost"))
+    lost = mock.patch.object(comm.groups[0].weights.replica, "wait", side_effect=RuntimeError("lost"))
     with lost, pytest.raises(RuntimeError, match="lost"):
         comm.remove()
     assert not comm.is_attached and hooks_of(run.model) == hooks

@@ -85,7 +85,7 @@ def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]
         warnings.filterwarnings("ignore", "sdp4bit: .* have their ranks on one node")
         comm = quantize_communication(model, topology=2, **options)
     found = {
-        group.view.name: (group.weights_unquantized_reason, group.gradients_unquantized_reason)
+        group.view.name: (group.weights.unquantized_reason, group.gradients.unquantized_reason)
         for group in comm.groups
     }
     table = comm.explain(full=True)
@@ -126,7 +126,7 @@ def test_groups_on_hybrid_meshes_of_one_record_all_reduce_for_themselves() -> No
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "sdp4bit: .* have their ranks on one node")
         run = MoERun(QUANTIZED, ACROSS, replicate=mesh).train(1)
-        sent = {g.view.name: g.all_reduce_traffic.current_step.inter_bytes for g in run.comm.groups}
+        sent = {g.view.name: g.gradients.all_reduce_traffic.current_step.inter_bytes for g in run.comm.groups}
         assert {name for name, nbytes in sent.items() if nbytes} == {"blocks.0", "blocks.1"}
     hybrid = [g.view for g in run.comm.groups if g.view.is_hybrid]
     run.comm.remove()
@@ -143,7 +143,7 @@ def test_audit_and_alerts_see_every_group_on_its_own_ranks() -> None:
     run.evaluate()
     (experts,) = (group for group in run.comm.groups if group.view.name == "blocks.0.moe.experts")
     if dist.get_rank() == 3:
-        experts.replica.rows.view(torch.int16)[0, 0] ^= 1
+        experts.weights.replica.rows.view(torch.int16)[0, 0] ^= 1
     # The ranks that hold these experts find it; the others have nothing to find.
     if dist.get_rank() in (1, 3):
         with pytest.raises(ReplicaMismatchError, match=r"group blocks.0.moe.experts: .*ranks? .*3"):

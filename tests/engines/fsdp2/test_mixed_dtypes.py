@@ -139,13 +139,13 @@ def test_parameters_of_another_dtype_travel_as_they_are_beside_differences() -> 
     # Not the length of the row, in which a value of fp32 takes the place of two of bf16.
     assert line.startswith(f"blocks.0 {sum(param.numel for param in params):,} ")
     for param in exact:
-        assert torch.equal(param.local_view(block.replica.own_shard), param.local)
+        assert torch.equal(param.local_view(block.weights.replica.own_shard), param.local)
     # Two nodes: one message of matrices in 4 bits, biases in 8 bits and norms in 32 bits.
     matrices = sum(s.numel for s in params if s.sharded.dim() == 2)
     biases = [s.numel for s in params if s.sharded.dim() == 1 and not s.holds_bits]
     least = matrices / 2 + sum(biases) + 4 * sum(s.numel for s in exact)
-    sent = block.weight_traffic.last_step.inter_bytes
-    assert block.full_refreshes == 0 and least < sent < least + 2 * (matrices / 32) + 4 * 128
+    sent = block.weights.traffic.last_step.inter_bytes
+    assert block.weights.full_refreshes == 0 and least < sent < least + 2 * (matrices / 32) + 4 * 128
 
 
 def narrow(config: SDP4BitConfig | None) -> list[float]:

@@ -107,9 +107,9 @@ class Job:
             for group in self.comm.groups
             for value in (
                 int(group.view.fingerprints().sum()),
-                int(group.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
-                group.refreshes,
-                group.reductions,
+                int(group.weights.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
+                group.weights.refreshes,
+                group.gradients.reductions,
             )
         ]
 

@@ -121,8 +121,8 @@ class TensorParallelRun(Run):
         for group in self.comm.groups if self.comm is not None else []:
             for param in group.view.params:
                 assert bool(param.split_over) == (param.name not in copies)
-                if param.name in copies and group.replica is not None:
-                    copies[f"held {param.name}"] = group.replica.rows[..., param.start : param.end]
+                if param.name in copies and group.weights.replica is not None:
+                    copies[f"held {param.name}"] = group.weights.replica.rows[..., param.start : param.end]
         peers: list[Any] = [None] * 4
         dist.all_gather_object(peers, (self.losses, copies))
         for (first, ours), (second, theirs) in (peers[:2], peers[2:]):
@@ -194,7 +194,7 @@ def check_sections() -> None:
             parameter.requires_grad_(False)
     run.train(1).finish()
     run.check_copies()
-    assert [group.gradient_bits for group in run.comm.groups] == [4] * 4
+    assert [group.gradients.bits for group in run.comm.groups] == [4] * 4
 
 
 def check_rows_that_cannot_be_told_apart() -> None:
@@ -203,7 +203,7 @@ def check_rows_that_cannot_be_told_apart() -> None:
     with first_rank_warns(told, firsts=(0, 1)):
         run.train(1).finish()
     run.check_copies()
-    assert [group.gradient_bits for group in run.comm.groups] == [4, None, None, 4]
+    assert [group.gradients.bits for group in run.comm.groups] == [4, None, None, 4]
 
 
 def check_edits_of_what_is_split() -> None:
@@ -216,7 +216,7 @@ def check_edits_of_what_is_split() -> None:
             run.model.blocks[0].fc1.weight.to_local().data.mul_(factor)
         run.evaluate()
         run.check_copies()
-    assert [group.full_refreshes for group in run.comm.groups] == [0, 1, 0, 0]
+    assert [group.weights.full_refreshes for group in run.comm.groups] == [0, 1, 0, 0]
 
 
 @on_ranks(4)
@@ -236,7 +236,7 @@ def test_tensor_parallel_ranks_decide_together_how_copies_are_refreshed() -> Non
     if dist.get_rank() == 1:
         split = next(param for param in group.view.params if param.split_over)
         with torch.no_grad():
-            group.replica.rows[0, ..., split.start] += 1.0
+            group.weights.replica.rows[0, ..., split.start] += 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert not run.comm.audit()
@@ -331,7 +331,7 @@ def pipelined(config: SDP4BitConfig | None) -> list[float]:
     if comm:
         assert_replicas_identical(comm)
         assert comm.stats()["steps"] == 2
-        assert [group.reductions for group in comm.groups] == [2, 2]
+        assert [group.gradients.reductions for group in comm.groups] == [2, 2]
     everybody: list[Any] = [None] * 4
     dist.all_gather_object(everybody, losses)
     return Result(everybody[2 + mesh.get_local_rank("dp")], gradients)
@@ -355,4 +355,4 @@ def test_each_of_two_roots_is_refreshed_once_after_a_load_in_place() -> None:
             value._local_tensor.mul_(0.9)
     run.evaluate()
     run.evaluate()
-    assert [comm.full_refreshes for comm in run.comm.groups] == [1, 1, 1, 1]
+    assert [comm.weights.full_refreshes for comm in run.comm.groups] == [1, 1, 1, 1]

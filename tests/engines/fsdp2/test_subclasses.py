@@ -48,7 +48,7 @@ def training(config: SDP4BitConfig | None, hybrid: bool) -> list[float]:
     run.train(2).evaluate(torch.inference_mode)
     run.train(1)
     if config is not None:
-        assert all(comm.replica is not None for comm in run.comm.groups)
+        assert all(comm.weights.replica is not None for comm in run.comm.groups)
         assert "BlockScaled" not in run.comm.explain(full=True)
     return run.finish()
 
@@ -89,7 +89,7 @@ def test_differences_are_those_of_the_fp32_weights() -> None:
     with patch.object(WeightReplica, "start_quantized_refresh", spy):
         run.evaluate()
     for comm in run.comm.groups:
-        row, held = sent[comm.replica], {}
+        row, held = sent[comm.weights.replica], {}
         for param in comm.view.params:
             local = param.local
             held[param.name] = local.held if isinstance(local, InHighPrecision) else local
@@ -98,7 +98,7 @@ def test_differences_are_those_of_the_fp32_weights() -> None:
 
 
 def refreshes_of(run: Run) -> dict[str, int]:
-    return {comm.view.name: comm.full_refreshes + comm.refreshes for comm in run.comm.groups}
+    return {comm.view.name: comm.weights.full_refreshes + comm.weights.refreshes for comm in run.comm.groups}
 
 
 @TRAINS
@@ -124,7 +124,7 @@ def test_attaching_after_a_forward_that_left_weights_gathered() -> None:
     with torch.no_grad():
         expected = model(x)
         comm = sdp4bit.quantize_communication(model, topology=1, config=LOSSLESS)
-        assert comm.groups[0].replica is not None and torch.equal(model(x), expected)
+        assert comm.groups[0].weights.replica is not None and torch.equal(model(x), expected)
         assert comm.stats()["total"]["inter_bytes"] > 0
 
 
@@ -208,10 +208,10 @@ def in_fp8(config: SDP4BitConfig | None) -> list[float]:
     result = run.finish()
     if config is not None:
         root, *others = run.comm.groups
-        assert root.replica is not None
+        assert root.weights.replica is not None
         for comm in others:
-            assert comm.replica is None
-            sent = comm.weight_traffic.last_step
+            assert comm.weights.replica is None
+            sent = comm.weights.traffic.last_step
             assert sent.intra_bytes + sent.inter_bytes == sent.plain_intra_bytes + sent.plain_inter_bytes > 0
         reason = "InFp8 of blocks.0.qkv.weight: gathers float8_e4m3fn and float32 itself"
         assert reason in flat(run.comm.explain(full=True))
@@ -251,7 +251,7 @@ def test_each_reason_is_given_with_the_name() -> None:
         for index, (kind, reason) in enumerate(REASONS.items())
     ]
     assert [reason for reason in [*reasons, MIXED] if reason not in table] == [], table
-    assert [each.replica is None for each in comm.groups] == [False] + [True] * len(layers)
+    assert [each.weights.replica is None for each in comm.groups] == [False] + [True] * len(layers)
 
 
 class DoubledLater(subclasses.Doubled):
@@ -267,7 +267,7 @@ def doubled(config: SDP4BitConfig | None) -> list[float]:
                 weight.zero_()
     run = Run(toy.shard(model), config, topology=1, ordered=True).train(4)
     if config is not None:
-        assert all(comm.replica is not None for comm in run.comm.groups)
+        assert all(comm.weights.replica is not None for comm in run.comm.groups)
     return run.finish()
 
 

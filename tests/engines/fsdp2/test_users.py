@@ -90,7 +90,7 @@ def assert_only_trainable_parameters_are_sent(run: Run) -> None:
         if trainable:
             weights.append(weight_refresh(trainable, grid=grid, config=config.weights))
             gradients.append(gradient_exchange(trainable, grid=grid, config=config.gradients))
-        for counter, planned in ((comm.weight_traffic, weights), (comm.gradient_traffic, gradients)):
+        for counter, planned in ((comm.weights.traffic, weights), (comm.gradients.traffic, gradients)):
             assert counter.last_step.intra_bytes == sum(each.intra_bytes for each in planned)
             assert counter.last_step.inter_bytes == sum(each.inter_bytes for each in planned)
 
@@ -169,7 +169,7 @@ def visiting(config: SDP4BitConfig | None) -> list[float]:
         fully_shard(module, mesh=mesh, mp_policy=POLICY)
     run = Run(model, config, ordered=True).train(2)
     if config is not None:
-        replicas = {g.view.name: g.replica.rows.dtype for g in run.comm.groups}
+        replicas = {g.view.name: g.weights.replica.rows.dtype for g in run.comm.groups}
         assert list(replicas) == ["zoo", "zoo.experts", "zoo.columns", "zoo.norm", "zoo.first"]
         assert [name for name, dtype in replicas.items() if dtype == torch.float32] == ["zoo.norm"]
     return run.finish()
@@ -336,14 +336,14 @@ def mixing(config: SDP4BitConfig | None) -> list[float]:
     losses = run.train(2).finish()
     if config is not None:
         root, *layers = run.comm.groups
-        assert root.replica is not None
+        assert root.weights.replica is not None
         for layer in layers:
             reason, has_gradients = REASONS[layer.view.name], layer.view.name != "layers.1"
-            assert layer.replica is None and layer.weights_unquantized_reason == reason
-            assert layer.gradient_bits == (4 if config is QUANTIZED and has_gradients else None)
-            assert layer.reductions == (2 if has_gradients else 0)
+            assert layer.weights.replica is None and layer.weights.unquantized_reason == reason
+            assert layer.gradients.bits == (4 if config is QUANTIZED and has_gradients else None)
+            assert layer.gradients.reductions == (2 if has_gradients else 0)
             # A ring over 2 x 2 ranks, in forward and backward.
-            sent, group = layer.weight_traffic.last_step, layer.view
+            sent, group = layer.weights.traffic.last_step, layer.view
             row = sum((s.end - s.start) * (group.row_dtype or s.dtype).itemsize for s in group.params)
             assert sent.intra_bytes == sent.inter_bytes == 3 * row
             assert (sent.intra_bytes, sent.inter_bytes) == (sent.plain_intra_bytes, sent.plain_inter_bytes)
@@ -367,13 +367,13 @@ def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
         for group in run.comm.groups:
             # A ring over all ranks in forward and, of rows of twice the size, over a pair in backward.
             sent, row = (
-                group.weight_traffic.last_step,
+                group.weights.traffic.last_step,
                 group.view.shard_numel * group.view.row_dtype.itemsize,
             )
             expected = (3.5 * row, 1.5 * row) if topology == 2 else (0, 5 * row)
             assert (sent.intra_bytes, sent.inter_bytes) == expected
             assert (sent.plain_intra_bytes, sent.plain_inter_bytes) == expected
-            assert group.replica is None and group.reductions == 2
+            assert group.weights.replica is None and group.gradients.reductions == 2
     return losses
 
 

@@ -87,7 +87,7 @@ def count(per_node: int) -> dict[str, tuple[float, ...]]:
         name: (each.inter_bytes, each.intra_bytes, each.plain_inter_bytes, each.plain_intra_bytes)
         for name, each in sent.items()
     }
-    return {**counted, "replica": (sum(group.replica.rows.nbytes for group in comm.groups),)}
+    return {**counted, "replica": (sum(group.weights.replica.rows.nbytes for group in comm.groups),)}
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2)])

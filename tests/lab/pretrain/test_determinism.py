@@ -60,10 +60,10 @@ def recorded() -> Iterator[dict[str, Bits]]:
         for comm in self.groups:
             for parameter in comm.view._fsdp_group.fsdp_params:
                 bits["weights"].add(parameter.sharded_param.to_local())
-            assert comm.replica is not None
-            bits["own rows"].add(comm.replica.own_shard)
-            assert comm.replica.rows is not None
-            bits["replicas"].add(comm.replica.rows)
+            assert comm.weights.replica is not None
+            bits["own rows"].add(comm.weights.replica.own_shard)
+            assert comm.weights.replica.rows is not None
+            bits["replicas"].add(comm.weights.replica.rows)
         remove(self)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -126,14 +126,17 @@ def test_replicas_and_their_bytes(sizes: tuple[int, ...]) -> None:
     layout = grid = layout_of(sizes)
     for config in WEIGHTS:
         traffic, planned = TrafficCounter(layout), []
-        replica = SimulatedReplica(layout, config=config, traffic=traffic, scratch=Scratch())
         for numel, sections in ROWS[1:]:
+            replica = SimulatedReplica(
+                layout, config=config, traffic=traffic, scratch=Scratch(), sections=sections
+            )
             mains = [values(4, numel, seed=step).bfloat16() for step in range(3)]
             held = torch.empty_like(mains[0])
-            replica.refresh_fully(mains[0], held)
+            replica.rows = held
+            replica.start_full_refresh(mains[0])
             expected = mains[0]
             for main in mains[1:]:
-                replica.refresh(main, held, sections=sections)
+                replica.start_quantized_refresh(main)
                 expected = by_definition.refresh(expected, main, sections, config=config)
             assert torch.equal(held, expected), config
             exact = replace(config, bits=None, clip=None)

@@ -38,7 +38,7 @@ def train_and_flip(self: TrainingLoop, stop_code: Callable[[int], int]) -> Any:
     metrics = train(self, stop_code)
     if PLAN.read_text() == "flip" and step == 7 and dist.get_rank() == 1:
         PLAN.write_text("")
-        rows = self.model.communication.groups[-1].replica.rows
+        rows = self.model.communication.groups[-1].weights.replica.rows
         rows.view(torch.int16).view(-1)[7] ^= 1
     return metrics
 

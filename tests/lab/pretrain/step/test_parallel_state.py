@@ -95,7 +95,7 @@ def held(job: Job) -> dict[str, torch.Tensor]:
 
 
 def replicas(job: Job) -> dict[str, torch.Tensor]:
-    return {group.view.name: group.replica.rows for group in job.comm.groups}
+    return {group.view.name: group.weights.replica.rows for group in job.comm.groups}
 
 
 def check_every_layout(text: Path, folder: Path) -> None:

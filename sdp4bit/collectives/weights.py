@@ -1,0 +1,98 @@
+"""Weights of a parameter group: what is due of their replica, and the counters of its refreshes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from sdp4bit.collectives.gradients import NOT_PLANNED
+from sdp4bit.collectives.plan import RefreshPlan
+from sdp4bit.collectives.topology import Nodes
+from sdp4bit.collectives.weight_replica import WeightReplica
+from sdp4bit.traffic import TrafficCounter
+
+T = TypeVar("T")
+
+
+class Weights:
+    """Gathers of the weights of one parameter group, from a replica or in full precision.
+
+    An engine reports changes of the main weights, and calls `refresh` before weights are used. An engine that
+    decides itself what is due (FSDP2) starts refreshes with `start_full_refresh` and
+    `start_quantized_refresh`, which count them.
+    """
+
+    def __init__(self, *, nodes: Nodes) -> None:
+        """Create weights without a replica, which the engine gathers in full precision."""
+        self.unquantized_reason = ""
+        self.make_replica: Callable[..., WeightReplica] = WeightReplica  # engines bind more arguments
+        self.replica: WeightReplica | None = None
+        self.traffic = TrafficCounter(nodes)
+        self.refreshes = 0  # quantized refreshes so far
+        self.full_refreshes = 0
+        """Full-precision refreshes after the first one."""
+        self.full_refresh_reason: str | None = None  # of the last one that counts
+        self._was_refreshed = False
+        self.is_changed = False  # the main weights have changed since the last refresh
+        self.full_reason = ""  # of the refresh in full precision that is due; "" for none
+
+    @property
+    def plan(self) -> RefreshPlan | str:
+        """The latest plan of a refresh, or the reason why there is none."""
+        return self.unquantized_reason if self.replica is None else self.replica.plans.last or NOT_PLANNED
+
+    def mark_changed(self) -> None:
+        """Report a change of the main weights on all ranks, such as an optimizer step."""
+        self.is_changed = self.replica is not None
+
+    def require_full_refresh(self, reason: str) -> None:
+        """Make the next refresh one in full precision; called on all ranks."""
+        self.full_reason = reason if self.replica is not None else ""
+
+    def refresh(self, main: Tensor) -> None:
+        """Start the refresh that is due, if any; `replica.wait()` finishes it.
+
+        Args:
+            main: [n], this rank's main shard; must not change until the end of the refresh.
+        """
+        assert self.replica is not None
+        if self.full_reason:
+            rows = self.replica.rows
+            self.start_full_refresh(main if rows is None else main.to(rows.dtype), reason=self.full_reason)
+        elif self.is_changed:
+            self.start_quantized_refresh(main)
+        # Only now, so that an exception above leaves the refresh due.
+        self.is_changed, self.full_reason = False, ""
+
+    def start_full_refresh(self, row: Tensor, *, reason: str) -> None:
+        """Start a refresh in full precision; see `WeightReplica.start_full_refresh`."""
+        assert self.replica is not None
+        self.replica.start_full_refresh(row)
+        self.count_full_refresh(reason)
+
+    def start_quantized_refresh(self, main: Tensor, **options: Any) -> None:
+        """Start a refresh by a quantized difference; see `WeightReplica.start_quantized_refresh`."""
+        assert self.replica is not None
+        self.replica.start_quantized_refresh(main, **options)
+        self.refreshes += 1
+
+    def count_full_refresh(self, reason: str) -> None:
+        """Count a refresh in full precision, except for the first; called if the engine has sent it."""
+        if self._was_refreshed:
+            self.full_refreshes += 1
+            self.full_refresh_reason = reason
+        self._was_refreshed = True
+
+    def gather(self, row_bytes: int, plain: Callable[[], T], *, members: Sequence[int] | None = None) -> T:
+        """Gather without a replica, by the engine's own collective, and count its bytes.
+
+        Args:
+            row_bytes: size of a rank's row.
+            plain: the engine's own all-gather.
+            members: indices in the nodes of the ranks that take part; None for all.
+        """
+        self.traffic.count_plain(row_bytes, members)
+        self.traffic.count_ring(row_bytes, members)
+        return plain()
