@@ -120,13 +120,14 @@ STOPS = {
             "collectives.weight_replica:WeightReplica.gather": "The rows of the replica are gathered inside "
             "the node a second time, because FSDP2 has freed the weights.",
             "engines.fsdp2.hooks:ReduceScatterHook._reduce": "FSDP2 has copied the gradients into one row "
-            "per rank. The hook chooses between quantized and full precision, and counts.",
+            "per rank. The hook passes them on, with FSDP2's own reduction.",
             "engines.fsdp2.freshness:Freshness.note_reduction": "An optimizer step will change these "
             "parameters. A group without a gradient would not be sent.",
-            "engines.fsdp2.hooks:_quantized_sections": "`start_step` and `min_numel` are compared here. A "
-            "row may have sections of different precision.",
-            "collectives.group:Group.next_reduction": "The number of the reduction is part of the key of "
-            "the rounding bits, so it is used once.",
+            "collectives.gradients:Gradients.reduce": "The only place that chooses between quantized and "
+            "full precision: it compares `start_step` and `min_numel`, for every engine.",
+            "engines.fsdp2.group:FSDPGradients.sections": "A row may have sections of different precision.",
+            "collectives.gradients:Gradients.next_reduction": "The number of the reduction is part of the "
+            "key of the rounding bits, so it is used once.",
             "collectives.reduce_scatter:QuantizedReduceScatter.__call__": "The row is reduced in chunks, so "
             "that one computes while another is in flight.",
             "collectives.transport:pipelined": "Chunks advance in turn, from pause to pause.",

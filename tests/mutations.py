@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.group import reduction_multiplier
+from sdp4bit.collectives.gradients import reduction_multiplier
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.ddp.hook import DDPCommState
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook, ReplicateGroup
@@ -80,7 +80,7 @@ def _gradient_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callab
 
     def own_row(input: Tensor, op: object, group: Any) -> Tensor:
         """The mean or sum of a gradient that all ranks would share with this one."""
-        multiplier = reduction_multiplier(op, group, name="mutation", engine="a mutation") * group.size()
+        multiplier = reduction_multiplier(op, ranks=group.size(), name="mutation") * group.size()
         return input.view(group.size(), -1)[group.rank()] * multiplier
 
     scatter, all_reduce, average = (
@@ -100,7 +100,7 @@ def _gradient_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callab
     def reduce_replicas(self: Any, tensors: list[Tensor], opts: Any) -> None:
         (values,) = tensors
         group = self._stock
-        own = values * reduction_multiplier(opts.reduceOp, group, name="", engine="") * group.size()
+        own = values * reduction_multiplier(opts.reduceOp, ranks=group.size(), name="mutation") * group.size()
         all_reduce(self, tensors, opts)
         apply(values, own, group, is_shared=True)
 

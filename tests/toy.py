@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig, quantize_communication
-from sdp4bit.collectives.group import reduction_multiplier
+from sdp4bit.collectives.gradients import reduction_multiplier
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
 from tests import mutations
 
@@ -195,7 +195,7 @@ class SumInNodesFirst:
                 of_level[place] = of_level[place] + values if place in of_level else values
             sums = of_level
         total = reduce(torch.add, sums.values()).view(group.size(), -1)[group.rank()]
-        output_tensor.copy_(total * reduction_multiplier(op, group, name="plain", engine="FSDP2"))
+        output_tensor.copy_(total * reduction_multiplier(op, ranks=group.size(), name="plain"))
 
 
 def sum_in_nodes_first(model: nn.Module, topology: int | tuple[int, int]) -> None:

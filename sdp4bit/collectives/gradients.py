@@ -170,7 +170,7 @@ class Gradients:
         Counts it and samples the input, for a caller that sends the messages itself.
         """
         assert self.reduction is not None
-        multiplier = self._multiplier(op, self._size)
+        multiplier = reduction_multiplier(op, ranks=self._size, name=self.name)
         nonfinite = self._sample(input)
         self.bits = self.reduction.bits
         if self.plain_all_reduces:  # the reduction itself counts the bytes of a plain reduce-scatter
@@ -213,7 +213,7 @@ class Gradients:
         if all_reduce is None or sections is None:
             self.count_plain_all_reduce(round(2 * values.nbytes / self._replicas))
             return plain()
-        multiplier = self._multiplier(op, self._replicas)
+        multiplier = reduction_multiplier(op, ranks=self._replicas, name=self.name)
         # Otherwise the reduce-scatter has sampled this gradient.
         nonfinite = self._sample(values) if self.reduction is None else None
         if number is None:
@@ -229,17 +229,6 @@ class Gradients:
                 nonfinite=nonfinite,
                 sections=sections,
             )
-        )
-
-    def _multiplier(self, op: object, size: int) -> float:
-        """Return the factor that turns a sum over so many ranks into the requested reduction."""
-        if op == dist.ReduceOp.SUM:
-            return 1.0
-        if op == dist.ReduceOp.AVG:
-            return 1.0 / size
-        raise ValueError(
-            f"{self.name}: the engine asks for the reduction {getattr(op, 'op', op)}, but only sums and "
-            "means can be quantized. On FSDP2, keep set_force_sum_reduction_for_comms(True)"
         )
 
     # -- bytes and samples -------------------------------------------------------------------------------
@@ -284,3 +273,19 @@ class Gradients:
     def end_sample(self) -> None:
         """Forget the sample of a measured step, which a step without this gradient would report again."""
         self.sample = self.nonfinite_groups = None
+
+
+def reduction_multiplier(op: object, *, ranks: int, name: str) -> float:
+    """Return the factor that turns a sum over so many ranks into the requested reduction.
+
+    Raises:
+        ValueError: the reduction is neither a sum nor a mean.
+    """
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / ranks
+    raise ValueError(
+        f"{name}: the engine asks for the reduction {getattr(op, 'op', op)}, but only sums and means can be "
+        "quantized. On FSDP2, keep set_force_sum_reduction_for_comms(True)"
+    )
