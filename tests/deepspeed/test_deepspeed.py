@@ -25,6 +25,7 @@ from sdp4bit.collectives import weight_replica
 from sdp4bit.collectives.weight_replica import WeightReplica
 from tests.ecosystem.on_cpu import LOSSLESS, count_sent_bytes
 from tests.ranks import on_ranks, run_ranks
+from tests.rounding_keys import check_unique, drawn_keys
 
 if find_spec("deepspeed") is None:  # not imported here, because only the ranks need it
     pytest.skip("DeepSpeed is not installed: make test-deepspeed", allow_module_level=True)
@@ -92,7 +93,7 @@ def train(name: str, config: Any, folder: Path, start: Path | None = None) -> di
     batches = torch.randn(MICRO_BATCHES, 8, 61, generator=data).to(engine.module.unused.dtype)
     batches = batches.repeat(STEPS, 1, 1)
     found: dict[str, Any] = {"losses": [], "norms": []}
-    with count_sent_bytes() as sent:
+    with count_sent_bytes() as sent, drawn_keys() as keys:
         for batch in batches[engine.global_steps * MICRO_BATCHES :]:
             loss = (engine(batch) - batch.flip(1)).float().square().mean()
             engine.backward(loss)
@@ -104,6 +105,7 @@ def train(name: str, config: Any, folder: Path, start: Path | None = None) -> di
             if ends_step and engine.global_steps == SAVED and start is None:
                 engine.save_checkpoint(str(folder))
     found["sent"], found["skipped"] = sent, engine.skipped_steps
+    check_unique(keys, at_least=STEPS if config is QUANTIZED else 0)
     found["weights"] = [p.detach().float().flatten().tolist() for p in engine.module.parameters()]
     found["main"] = [main.tolist() for main in engine.optimizer.single_partition_of_fp32_groups]
     if comm:

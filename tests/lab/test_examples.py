@@ -16,17 +16,21 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import sdp4bit
-from examples import averages, by_hand
+from examples import averages, by_hand, engine
+from sdp4bit import SDP4BitConfig
 from sdp4bit.collectives import create_topology
 from tests import ROOT
 from tests.ranks import on_ranks
+from tests.rounding_keys import check_unique, drawn_keys
 from tests.toy import POLICY, data_mesh
 
 pytest.importorskip("rich")
@@ -196,6 +200,28 @@ def test_the_example_of_an_engine_trains_with_and_without_sdp4bit() -> None:
     assert sum(line == "  weights    int4/2048 difference, node replica" for line in quantized) == 3
     assert sum(line == "  gradients  inter int4/128, Hadamard" for line in quantized) == 3
     assert quantized[-1] == "7.87x fewer inter-node bytes than in full precision"
+
+
+@on_ranks(4)
+def test_the_example_of_an_engine_draws_no_rounding_key_twice() -> None:
+    def train(steps: int, state: Any = None) -> Any:
+        torch.manual_seed(0)
+        trained = engine.ZeRO2(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)))
+        comm = engine.ZeRO2Handle(trained, config=SDP4BitConfig(), topology=2)
+        if state is not None:
+            comm.load_state_dict(state)
+        for _ in range(steps):
+            trained.gather()
+            for block in trained.blocks:
+                for parameter in block.parameters:
+                    parameter.grad = torch.randn_like(parameter)
+            trained.reduce()
+            trained.optimizer.step()
+        return comm.state_dict()
+
+    with drawn_keys() as keys:
+        train(2, train(2))
+    check_unique(keys, at_least=16)
 
 
 @pytest.mark.slow

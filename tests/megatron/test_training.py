@@ -28,6 +28,7 @@ from tests.megatron.runs import (
     training,
 )
 from tests.ranks import on_ranks, run_ranks
+from tests.rounding_keys import check_unique, drawn_keys
 from tests.tables import explained, flat
 from tests.toy import Result, assert_close_to_plain, assert_equal
 
@@ -255,3 +256,14 @@ def test_pipeline(chunks: int) -> None:
     stochastic = replace(STOCHASTIC, gradients=QUANTIZED.gradients)
     for mode in (SYNC, OVERLAP):
         assert_close_to_plain(pipelined, chunks, mode, checks=[*EXACT_AND_CLOSE, (stochastic, close)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(4)
+def test_no_rounding_key_is_drawn_twice(mode: dict[str, Any]) -> None:
+    with drawn_keys() as keys:
+        run = MegatronRun(STOCHASTIC, **mode).train(2)
+        resumed = MegatronRun(STOCHASTIC, **mode)
+        resumed.comm.load_state_dict(run.comm.state_dict())
+        resumed.train(1)
+    check_unique(keys, at_least=18)
