@@ -32,7 +32,7 @@ UNRESOLVED := ai2-olmo-core boto3 botocore cached-path s3transfer
 UNRESOLVED += addict axolotl colorama flashoptim megatron-fsdp nemo-automodel torchtitan
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs dist test test-unit test-slow test-ecosystem gpu-report test-torch test-pytorch check format clean
+.PHONY: help install demo docs dist test test-unit test-slow test-megatron test-deepspeed test-ecosystem gpu-report test-torch test-pytorch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,14 +57,20 @@ dist: $(STAMP) ## build the wheel and the sdist, into dist
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
-test: $(STAMP) ## run the tests
-	$(BIN)/python $(PYTEST)
+test: $(STAMP) ## run the tests of the library and the programs
+	$(BIN)/python $(PYTEST) --ignore tests/megatron --ignore tests/deepspeed
 
 test-unit: $(STAMP) ## run the tests that start no process
 	$(BIN)/python $(PYTEST) -m 'unit and not slow'
 
 test-slow: $(STAMP) ## run the tests marked slow, or a part of them: SLICE=3/7
 	$(BIN)/python $(PYTEST) -m slow $(if $(SLICE),--slow-slice $(SLICE)) $(SLOW_OPTIONS)
+
+test-megatron: $(STAMP) ## run the tests of the adapter of Megatron-Core
+	$(BIN)/python $(PYTEST) tests/megatron
+
+test-deepspeed: $(ECOSYSTEM)/.installed ## run the tests of the adapter of DeepSpeed
+	$(ECOSYSTEM)/bin/python -m pytest -q tests/deepspeed
 
 test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests with other packages: trainers, launchers, torchao
 	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem tests/engines/test_events.py
@@ -111,4 +117,4 @@ format: $(STAMP) ## format the code and apply safe lint fixes
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find sdp4bit sdp4bit_lab tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find sdp4bit sdp4bit_megatron sdp4bit_deepspeed sdp4bit_lab tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

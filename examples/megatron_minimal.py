@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-import sdp4bit
+import sdp4bit_megatron
 
 VOCABULARY, LENGTH, BATCH, MICROBATCHES = 512, 64, 4, 2
 
@@ -111,7 +111,7 @@ def main() -> None:
     comm = None
     if not chosen.plain:
         per_node = max(1, dist.get_world_size() // 2)
-        comm = sdp4bit.megatron.quantize_communication([model], optimizer, topology=per_node)  # the new line
+        comm = sdp4bit_megatron.quantize_communication([model], optimizer, topology=per_node)  # the new line
 
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

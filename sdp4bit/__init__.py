@@ -23,7 +23,6 @@ from sdp4bit.config import (
 )
 
 if TYPE_CHECKING:
-    from sdp4bit import megatron
     from sdp4bit.collectives.errors import ExchangeError
     from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
     from sdp4bit.engines.entrance import quantize_communication
@@ -48,7 +47,6 @@ __all__ = [
     "WeightConfig",
     "__version__",
     "ddp_comm_hook",
-    "megatron",
     "quantize_communication",
 ]
 
@@ -66,8 +64,6 @@ _IMPORTED_WHEN_USED = {
 if not TYPE_CHECKING:  # so that a type checker rejects unknown names
 
     def __getattr__(name: str) -> object:
-        if name == "megatron":
-            return import_module("sdp4bit.megatron")
         if name not in _IMPORTED_WHEN_USED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value = getattr(import_module(_IMPORTED_WHEN_USED[name]), name)

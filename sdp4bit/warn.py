@@ -9,9 +9,11 @@ from types import FrameType
 
 import torch.distributed as dist
 
+_SKIPPED = ("sdp4bit", "sdp4bit_deepspeed", "sdp4bit_megatron", "torch")
+
 
 def warn_user(text: str, ranks: Iterable[int] | None = None) -> None:
-    """Warn at the innermost line outside of the library and of torch, whose hooks call it.
+    """Warn at the innermost line outside of the library, its adapters and torch, whose hooks call it.
 
     Args:
         ranks: ranks that all warn of the same; only the first of them does.
@@ -19,7 +21,7 @@ def warn_user(text: str, ranks: Iterable[int] | None = None) -> None:
     if ranks is not None and min(ranks) != dist.get_rank():
         return
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _package(frame) in ("sdp4bit", "torch"):
+    while frame.f_back is not None and _package(frame) in _SKIPPED:
         level, frame = level + 1, frame.f_back
     warnings.warn(f"sdp4bit: {text}", stacklevel=level)
 

@@ -26,8 +26,9 @@ from sdp4bit.quantization import ops
 from tests import mutations, ranks
 
 ECOSYSTEM = (
+    "tests/deepspeed/",
     "tests/ecosystem/",
-    "tests/engines/megatron/",
+    "tests/megatron/",
     "tests/kernels/",
     "tests/lab/report/test_page.py",
 )

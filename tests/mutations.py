@@ -114,7 +114,7 @@ def _gradient_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callab
     yield ReplicateGroup, "allreduce", reduce_replicas
     yield DDPCommState, "average", reduce_bucket
 
-    megatron = sys.modules.get("sdp4bit.engines.megatron.communication")
+    megatron = sys.modules.get("sdp4bit_megatron.communication")
     if megatron is None:
         return
     buckets = megatron.BucketState

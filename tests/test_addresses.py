@@ -13,7 +13,7 @@ import pytest
 
 import sdp4bit
 from sdp4bit import addresses
-from tests import ROOT
+from tests import PACKAGES, ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,7 +25,7 @@ REPOSITORY, DOCUMENTATION = "https://example.com/one/two", "https://one.example.
 
 def calls(name: str) -> Iterator[str]:
     """Yield the texts that the packages pass to a function of `addresses`."""
-    for path in [*(ROOT / "sdp4bit").rglob("*.py"), *(ROOT / "sdp4bit_lab").rglob("*.py")]:
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
                 yield from (each.value for each in node.args if isinstance(each, ast.Constant))
@@ -45,7 +45,7 @@ def test_every_page_and_section_that_a_message_names_exists() -> None:
 
 def test_no_message_names_a_page_past_these_functions() -> None:
     """Docstrings and comments do, which the site links."""
-    for path in [*(ROOT / "sdp4bit").rglob("*.py"), *(ROOT / "sdp4bit_lab").rglob("*.py")]:
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
         if path.name == "addresses.py":
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -26,7 +26,8 @@ import pytest
 
 import sdp4bit
 import sdp4bit.collectives
-from tests import ROOT
+import sdp4bit_megatron
+from tests import ADAPTERS, ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
@@ -72,7 +73,8 @@ def _constants(path: Path) -> Iterator[str]:
 
 
 def test_messages_that_are_explained_are_those_of_the_library() -> None:
-    texts = [text for path in (ROOT / "sdp4bit").rglob("*.py") for text in _constants(path)]
+    files = [path for name in ("sdp4bit", *ADAPTERS) for path in (ROOT / name).rglob("*.py")]
+    texts = [text for path in files for text in _constants(path)]
     known = [*texts, *vars(sdp4bit), "Missing key in checkpoint state_dict: comm.format_version"]  # torch's
     cells = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
     assert len(cells) > 10
@@ -186,7 +188,7 @@ def test_signatures_in_pages_are_those_of_the_code() -> None:
     for page, function in (
         ("fsdp2", sdp4bit.quantize_communication),
         ("ddp", sdp4bit.DDPCommState),
-        ("megatron", sdp4bit.megatron.quantize_communication),
+        ("megatron", sdp4bit_megatron.quantize_communication),
     ):
         text = (ROOT / "docs" / f"{page}.md").read_text()
         (found[page],) = re.findall(rf"^`{function.__name__}(\(.*\))`", text, re.MULTILINE)
@@ -289,9 +291,9 @@ def test_lists_and_tables_are_drawn_and_every_public_name_is_in_the_reference(si
         text = re.sub(r"<pre.*?</pre>", "", page.path.read_text(encoding="utf-8"), flags=re.DOTALL)
         assert not re.search(r"\|\s*:?---|^(?:<p>)?(?:[*-]|\d+\.) ", text, re.MULTILINE), page.path.name
     ids = {each for page in site.values() if page.path.parent.name == "reference" for each in page.ids}
-    undocumented = {"__version__", "PRESETS", "megatron"}
+    undocumented = {"__version__", "PRESETS"}
     names = {f"sdp4bit.{name}" for name in sdp4bit.__all__ if name not in undocumented}
-    names |= {f"sdp4bit.megatron.{name}" for name in sdp4bit.megatron.__all__}
+    names |= {f"sdp4bit_megatron.{name}" for name in sdp4bit_megatron.__all__}
     names |= {f"sdp4bit.collectives.{name}" for name in sdp4bit.collectives.__all__}
     assert names <= ids, names - ids
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import ROOT
+from tests import PACKAGES, ROOT
 
 LONGEST_SENTENCE = 25
 LONGEST_IN_CODE = 35
@@ -36,7 +36,7 @@ CHECKED_NUMBERS = {
     "docs/theory.md",  # tests/collectives/test_error_theory.py
 }
 """Pages whose tables of numbers come from a file or are compared with the code by a test."""
-PACKAGES = ("sdp4bit", "sdp4bit_lab", "benchmarks", "tests")
+CHECKED_FOLDERS = (*PACKAGES, "benchmarks", "tests")
 UNCHECKED = ("tests/lab/", "tests/engines/", "tests/test_prose.py")
 """Tests whose texts were written before the rules."""
 _MESSAGES = {"ValueError", "TypeError", "RuntimeError", "warn", "warn_once", "warning", "info", "error"}
@@ -170,7 +170,7 @@ def _literal(node: ast.AST) -> str:
     return "".join(_literal(child) for child in ast.iter_child_nodes(node))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", CHECKED_FOLDERS)
 def test_code_follows_the_writing_rules(package: str) -> None:
     found = {
         f"{path.relative_to(ROOT)}:{line}: {fault}"

@@ -1,1 +1,1 @@
-"""Adapters between training engines and the collectives."""
+"""Communication of FSDP2 and DDP, and the parts that adapters of other engines share."""

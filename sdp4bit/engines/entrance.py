@@ -1,17 +1,21 @@
-"""The function that attaches to FSDP2 or DeepSpeed, whichever communicates for the model."""
+"""The function that attaches to FSDP2, or to the engine of another package that has an adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, cast
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import SDP4BitConfig
-from sdp4bit.engines.deepspeed import api as deepspeed
 from sdp4bit.engines.fsdp2 import api as fsdp2
 from sdp4bit.engines.handle import CommHandle
+
+ADAPTERS = "sdp4bit.engines"
+"""Entry points of adapters: the class of an engine, and a function with our arguments that attaches to it."""
 
 
 def quantize_communication(
@@ -42,6 +46,18 @@ def quantize_communication(
         TypeError: an argument has an unsupported type; the same on every rank.
         RuntimeError: torch.distributed is not initialized.
     """
-    if deepspeed.is_engine(model):
-        return deepspeed.attach(model, config=config, topology=topology, skip=skip)
-    return fsdp2.quantize_communication(model, config, topology=topology, skip=skip)
+    attach = _adapter_of(model) or fsdp2.quantize_communication
+    return attach(model, config=config, topology=topology, skip=skip)
+
+
+def _adapter_of(model: object) -> Callable[..., CommHandle] | None:
+    """Return the function that attaches to an engine of another package; None if no adapter declares one.
+
+    The names of the object's classes are compared, so that neither adapters nor engines are imported.
+    """
+    if isinstance(model, FSDPModule | Sequence):
+        return None  # without the metadata of all installed packages, which takes 30 ms to read
+    declared = {entry.name: entry for entry in entry_points(group=ADAPTERS)}
+    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(model).__mro__)
+    entry = next((declared[name] for name in names if name in declared), None)
+    return entry and cast(Callable[..., CommHandle], entry.load())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from sdp4bit.kernels.cases import all_cases, difference
 from sdp4bit.quantization import ops
 from sdp4bit_lab.common.progress import phase
 from sdp4bit_lab.common.ranks import gather_over_ranks
+from sdp4bit_lab.selftest.cases import all_cases, difference
 from sdp4bit_lab.selftest.check import CheckFailedError, CheckSkippedError, Context
 
 

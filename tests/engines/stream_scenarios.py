@@ -28,7 +28,7 @@ from sdp4bit.engines.ddp import hook
 from tests import toy
 from tests.engines import stream_simulator
 from tests.engines.fsdp2.toy_moe import HAS_MESH_PER_PARAM
-from tests.engines.megatron import runs as megatron_runs
+from tests.megatron import runs as megatron_runs
 from tests.tables import flat
 
 QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0, inside_one_node=True))

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import sdp4bit
+from tests import ADAPTERS, ROOT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 Clock = dict["Stream", int]
@@ -295,7 +295,7 @@ def has_memory(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
 
 
-_LIBRARY = sdp4bit.__file__.removesuffix("__init__.py")
+_LIBRARY = tuple(f"{ROOT}/{name}/" for name in ("sdp4bit", *ADAPTERS))
 
 
 @cache
@@ -307,7 +307,7 @@ def is_library(filename: str) -> bool:
 def _shown(filename: str) -> str:
     """Return what a place calls a file; empty for one that it leaves out."""
     if is_library(filename):
-        return f"sdp4bit/{filename.removeprefix(_LIBRARY)}"
+        return filename.removeprefix(f"{ROOT}/")
     named = "_fully_shard/" in filename or "megatron/" in filename or "stream_scen" in filename
     return filename.rpartition("/")[2] if named else ""
 

@@ -192,7 +192,7 @@ class DDP(Engine):
 
 class MegatronCore(Engine):
     def __init__(self, config: SDP4BitConfig | None, folder: Path) -> None:
-        from tests.engines.megatron import runs
+        from tests.megatron import runs
 
         super().__init__(folder)
         config = config and runs.IDENTITY
@@ -242,7 +242,7 @@ class MegatronCore(Engine):
 class DeepSpeed(Engine):
     def __init__(self, config: SDP4BitConfig | None, folder: Path) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        from tests.ecosystem.test_deepspeed import engine_of
+        from tests.deepspeed.test_deepspeed import engine_of
 
         super().__init__(folder)
         self.config, self.numbers = config, itertools.count()

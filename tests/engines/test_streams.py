@@ -25,8 +25,8 @@ from sdp4bit.collectives import transport
 from sdp4bit.collectives.transport import advance
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook
-from sdp4bit.engines.megatron.patches import GroupPatch
-from sdp4bit.engines.megatron.staged import StagedCollectives
+from sdp4bit_megatron.patches import GroupPatch
+from sdp4bit_megatron.staged import StagedCollectives
 from tests.engines import fake_cuda
 from tests.engines.simulated_cuda import simulate
 from tests.engines.stream_scenarios import (
@@ -334,7 +334,7 @@ def check(outcomes: list[Outcome], name: str) -> None:
     assert not failure, failure
     assert faults == []
     # A measured step waits for its numbers.
-    of_library = [wait for wait in waits if "[sdp4bit/" in wait and "observe/measures.py" not in wait]
+    of_library = [wait for wait in waits if "[sdp4bit" in wait and "observe/measures.py" not in wait]
     if name in MAY_WAIT:
         assert of_library
         assert [w for w in of_library if not any(file in w for file in MAY_WAIT[name])] == []

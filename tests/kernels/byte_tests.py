@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from sdp4bit.config import QUANTIZED_BITS
-from sdp4bit.kernels.cases import (
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.formats import format_of
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit_lab.selftest.cases import (
     BY_SHAPE,
     EDGE_CASES,
     KernelCase,
@@ -17,9 +20,6 @@ from sdp4bit.kernels.cases import (
     difference,
     guarded_messages,
 )
-from sdp4bit.quantization import ops
-from sdp4bit.quantization.formats import format_of
-from sdp4bit.quantization.layout import MessageLayout
 
 
 def compare(*args: Any, **named: Any) -> None:

@@ -26,11 +26,11 @@ pytest.importorskip("numba", reason="needs numba")
 
 import numba
 
-from sdp4bit.kernels.cases import KEY, SHAPES, Shape, guarded_messages, make_values, whole
 from sdp4bit.kernels.cpu import backend as cpu
 from sdp4bit.kernels.cpu import kernels as cpu_kernels
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit_lab.selftest.cases import KEY, SHAPES, Shape, guarded_messages, make_values, whole
 from tests.kernels import compiled_once
 from tests.kernels.byte_tests import ByteTests
 

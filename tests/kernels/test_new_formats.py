@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from sdp4bit.config import AlertConfig, GradientConfig, WeightConfig
-from sdp4bit.kernels import cases
-from sdp4bit.kernels.cases import BY_SHAPE, EDGE_VALUES, KernelCase, Shape, dithered_zeros, make_values
 from sdp4bit.observe.explain import describe_weights
 from sdp4bit.quantization import ops, reference
 from sdp4bit.quantization.formats import FORMATS, InOrder
 from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit_lab.selftest import cases
+from sdp4bit_lab.selftest.cases import BY_SHAPE, EDGE_VALUES, KernelCase, Shape, dithered_zeros, make_values
 from tests.collectives.test_properties import Row, check_gradients, check_weights
 from tests.kernels.byte_tests import compare
 from tests.oracles import integers as oracle

@@ -29,10 +29,10 @@ pytest.importorskip("triton", reason="needs Triton")
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import interpreter_builder
 
-from sdp4bit.kernels.cases import BY_SHAPE, SHAPES, KernelCase, Shape
 from sdp4bit.kernels.triton import backend as cuda
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit_lab.selftest.cases import BY_SHAPE, SHAPES, KernelCase, Shape
 from tests.kernels.byte_tests import ByteTests, compare
 from tests.quantization.property_cases import CALLS, hold
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from sdp4bit.config import QUANTIZED_BITS
-from sdp4bit.kernels.cases import POISON, bits_of, make_values
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
+from sdp4bit_lab.selftest.cases import POISON, bits_of, make_values
 
 pytest.importorskip("triton", reason="needs Triton")
 

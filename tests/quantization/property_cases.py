@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sdp4bit.config import LEAST_CLIP, QUANTIZED_BITS
-from sdp4bit.kernels.cases import (
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.random import KeySeries, RoundingKey
+from sdp4bit_lab.selftest.cases import (
     DTYPES,
     guarded_messages,
     guarded_values,
@@ -21,8 +23,6 @@ from sdp4bit.kernels.cases import (
     make_messages,
     make_values,
 )
-from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import KeySeries, RoundingKey
 
 FEW = settings(deadline=None, derandomize=True, max_examples=60)
 MANY = settings(

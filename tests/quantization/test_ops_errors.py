@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdp4bit.kernels.cases import POISON, bits_of, guarded_messages, whole
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey
+from sdp4bit_lab.selftest.cases import POISON, bits_of, guarded_messages, whole
 from tests.quantization.operator_calls import empty_messages, layout_of, values_of
 
 NUMEL, BITS, GROUP, ROWS, PARTS = 128, 4, 64, 2, 3

@@ -28,7 +28,10 @@ _OTHER_ENGINES = {
     "torch.nn.parallel.distributed": (
         f"Register sdp4bit.ddp_comm_hook with it, which quantizes gradients ({page('ddp')})"
     ),
-    "deepspeed.": f"Pass the engine that deepspeed.initialize returned ({page('deepspeed')})",
+    "deepspeed.": (
+        f"Pass the engine that deepspeed.initialize returned ({page('deepspeed')}). If this is the engine, "
+        "sdp4bit's metadata lack the entry point of its adapter: install sdp4bit again"
+    ),
     "megatron_fsdp.": "sdp4bit does not support Megatron-FSDP: shard with fully_shard of PyTorch",
     "megatron.core.distributed.fsdp.": (
         "sdp4bit does not support Megatron-FSDP: use Megatron-Core's distributed optimizer "
@@ -38,7 +41,7 @@ _OTHER_ENGINES = {
     "torchtitan.experiments.graph_trainer.": (
         "sdp4bit does not support SimpleFSDP: train with torchtitan's own Trainer, which shards with FSDP2"
     ),
-    "megatron.core.distributed.": f"Call sdp4bit.megatron.quantize_communication ({page('megatron')})",
+    "megatron.core.distributed.": f"Call sdp4bit_megatron.quantize_communication ({page('megatron')})",
 }
 """Ways out for models that another engine wraps, by the beginning of its module's name, first match."""
 

@@ -189,7 +189,7 @@ def test_models_of_other_engines_are_refused_with_their_class_and_the_way_out() 
         (
             "megatron.core.distributed.distributed_data_parallel",
             "DistributedDataParallel",
-            "sdp4bit.megatron",
+            "sdp4bit_megatron",
         ),
     ):
         refuse(stand_in(module, name), f"{module}.{name} communicates for this model", way_out)

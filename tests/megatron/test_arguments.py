@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-import sdp4bit
+import sdp4bit_megatron
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 
 NOTHING = SDP4BitConfig(weights=None, gradients=None)
@@ -18,8 +18,8 @@ NOTHING = SDP4BitConfig(weights=None, gradients=None)
 def config(line: str) -> SDP4BitConfig:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
-    assert sdp4bit.megatron.add_arguments(parser) is parser
-    return sdp4bit.megatron.from_args(parser.parse_args(line.split()))
+    assert sdp4bit_megatron.add_arguments(parser) is parser
+    return sdp4bit_megatron.from_args(parser.parse_args(line.split()))
 
 
 @pytest.mark.parametrize(
@@ -88,19 +88,19 @@ def test_flag_that_megatron_still_has_keeps_its_meaning() -> None:
     parser = argparse.ArgumentParser()
     flag = "--no-async-tensor-model-parallel-allreduce"
     parser.add_argument(flag, action="store_false", dest="async_tensor_model_parallel_allreduce")
-    args = sdp4bit.megatron.add_arguments(parser).parse_args([flag])
+    args = sdp4bit_megatron.add_arguments(parser).parse_args([flag])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert sdp4bit.megatron.from_args(args) == NOTHING
+        assert sdp4bit_megatron.from_args(args) == NOTHING
     assert args.async_tensor_model_parallel_allreduce is False
 
 
-def test_short_name_imports_without_megatron_core() -> None:
+def test_the_adapter_imports_without_megatron_core() -> None:
     code = (
         "import sys; sys.modules['megatron'] = None\n"
-        "import sdp4bit.megatron, sdp4bit\n"
-        "from sdp4bit.megatron import quantize_communication\n"
-        "assert sdp4bit.megatron.quantize_communication is quantize_communication\n"
+        "import sdp4bit_megatron, sdp4bit\n"
+        "from sdp4bit_megatron import quantize_communication\n"
+        "assert sdp4bit_megatron.quantize_communication is quantize_communication\n"
         "assert quantize_communication is not sdp4bit.quantize_communication"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""What is refused on Megatron-Core before anything changes, on stand-ins for its classes.
+"""Refusals on Megatron-Core before anything changes, on stand-ins for its classes.
 
 Layer: no process, and Megatron-Core need not be installed.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sdp4bit.engines.megatron.guards import MARK, check_chunks, distributed_optimizers
+from sdp4bit_megatron.guards import MARK, check_chunks, distributed_optimizers
 
 
 def dist_reduce_scatter_func() -> None:

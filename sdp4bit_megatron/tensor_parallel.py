@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from sdp4bit.engines.megatron.buckets import (
+from sdp4bit_megatron.buckets import (
     REPLICATED_DTYPES,
     MegatronBucket,
     replicated_parameters,
     sums_over_tensor_parallel,
     tensor_parallel_group,
 )
-from sdp4bit.engines.megatron.objects import Chunk
+from sdp4bit_megatron.objects import Chunk
 
 _AVERAGE = "average_gradients_across_tp_domain"
 

@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 from sdp4bit.collectives.transport import SideStream
 from sdp4bit.engines.handle import StateDict
 from sdp4bit.engines.interrupted import agree_on_interrupted, call_all
-from sdp4bit.engines.megatron.communication import BucketState, MegatronModelState
-from sdp4bit.engines.megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
-from sdp4bit.engines.megatron.objects import BucketGroup, Optimizer, Waitable
-from sdp4bit.engines.megatron.staged import JointWork, StagedCollectives
+from sdp4bit_megatron.communication import BucketState, MegatronModelState
+from sdp4bit_megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
+from sdp4bit_megatron.objects import BucketGroup, Optimizer, Waitable
+from sdp4bit_megatron.staged import JointWork, StagedCollectives
 
 STATE_KEY = "sdp4bit"  # key of the communication state in the optimizer's entry of Megatron's checkpoints
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from sdp4bit import Alert, AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig
-from tests.engines.megatron.runs import MOE, MegatronRun
+from tests.megatron.runs import MOE, MegatronRun
 from tests.ranks import run_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
-PRELOAD = ["tests.engines.megatron.imports"]
+PRELOAD = ["tests.megatron.imports"]
 
 CONFIG = SDP4BitConfig(
     # Without the Hadamard transform outliers spoil their neighbours.

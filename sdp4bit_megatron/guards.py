@@ -6,8 +6,8 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from sdp4bit.engines.megatron.buckets import class_names
-from sdp4bit.engines.megatron.objects import BucketGroup, Chunk, DDPConfig, Optimizer, relied_on
+from sdp4bit_megatron.buckets import class_names
+from sdp4bit_megatron.objects import BucketGroup, Chunk, DDPConfig, Optimizer, relied_on
 
 TESTED_VERSIONS = ("0.16.1", "0.19.2")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from sdp4bit.engines.megatron.staged import JointWork
+from sdp4bit_megatron.staged import JointWork
 
 
 class Waitable(Protocol):

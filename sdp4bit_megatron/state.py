@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sdp4bit.engines.handle import StateDict, check_state
-from sdp4bit.engines.megatron.communication import MegatronModelState
+from sdp4bit_megatron.communication import MegatronModelState
 
 FORMAT_VERSION = 1
 _OWNER = "sdp4bit communication on Megatron-Core"

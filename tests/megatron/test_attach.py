@@ -1,4 +1,4 @@
-"""Megatron-Core integration: attaching once, refusing on all ranks alike, removing.
+"""Megatron-Core integration: attaching once, refusing on all ranks, removing.
 
 Layer: real Megatron-Core in 2 processes over gloo, through `fake_cuda`.
 """
@@ -19,15 +19,16 @@ import torch
 import torch.distributed as dist
 
 import sdp4bit
-from sdp4bit.engines.megatron.api import _check_bucket
-from sdp4bit.engines.megatron.patches import OptimizerPatch
-from sdp4bit.megatron import quantize_communication
-from tests.engines.megatron.runs import LOSSLESS, QUANTIZED, MegatronRun
+import sdp4bit_megatron
+from sdp4bit_megatron import quantize_communication
+from sdp4bit_megatron.api import _check_bucket
+from sdp4bit_megatron.patches import OptimizerPatch
+from tests.megatron.runs import LOSSLESS, QUANTIZED, MegatronRun
 from tests.ranks import on_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
-PRELOAD = ["tests.engines.megatron.imports"]
+PRELOAD = ["tests.megatron.imports"]
 
 
 def targets(run: MegatronRun) -> list[Any]:
@@ -43,7 +44,7 @@ def patched(run: MegatronRun) -> list[str]:
 
 def is_ours(name: str, value: Any) -> bool:
     owner = getattr(value, "__self__", None)
-    return name == "_sdp4bit_handle" or type(owner).__module__.startswith("sdp4bit.")
+    return name == "_sdp4bit_handle" or type(owner).__module__.startswith(("sdp4bit.", "sdp4bit_megatron."))
 
 
 @contextmanager
@@ -117,7 +118,7 @@ def removed_after_the_process_groups(folder: Path) -> None:
 
 
 def resynced(overlap: bool) -> None:
-    """resync() sends the main weights as they are; mark_step() what was changed in them by hand."""
+    """resync() sends the main weights as they are; mark_step() their changes by hand."""
     run = MegatronRun(QUANTIZED, topology=1, overlap=overlap).train(1)
     drift = run.comm.measure()["weight_drift"]
     run.comm.resync()
@@ -138,7 +139,7 @@ def resynced(overlap: bool) -> None:
 
 
 def refusals() -> None:
-    """What one rank cannot do, no rank does, and nothing is changed."""
+    """If one rank cannot attach, no rank does, and nothing is changed."""
     run = MegatronRun(QUANTIZED, attach=False)
     rank = dist.get_rank()
     communicators = len(dist.distributed_c10d._world.pg_map)
@@ -180,7 +181,7 @@ def refusals() -> None:
         attach(other.chunks)
     assert patched(other) == []
     if rank == 0:
-        stranger = object.__new__(sdp4bit.megatron.MegatronCommHandle)
+        stranger = object.__new__(sdp4bit_megatron.MegatronCommHandle)
         stranger.config, stranger.topology = QUANTIZED, 1
         for target in targets(run):
             vars(target)["_sdp4bit_handle"] = stranger

@@ -16,17 +16,17 @@ from sdp4bit.collectives.topology import Nodes, TopologySpec
 from sdp4bit.collectives.transport import has_one_queue
 from sdp4bit.config import SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
-from sdp4bit.engines.megatron.buckets import (
+from sdp4bit.quantization.random import check_numbers
+from sdp4bit.warn import warn_user
+from sdp4bit_megatron.buckets import (
     REPLICATED_DTYPES,
     MegatronBucket,
     find_buckets,
     tensor_parallel_group,
 )
-from sdp4bit.engines.megatron.guards import MARK, check_chunks, distributed_optimizers
-from sdp4bit.engines.megatron.handle import MegatronCommHandle
-from sdp4bit.engines.megatron.objects import Chunk, Optimizer
-from sdp4bit.quantization.random import check_numbers
-from sdp4bit.warn import warn_user
+from sdp4bit_megatron.guards import MARK, check_chunks, distributed_optimizers
+from sdp4bit_megatron.handle import MegatronCommHandle
+from sdp4bit_megatron.objects import Chunk, Optimizer
 
 
 def quantize_communication(
@@ -60,7 +60,7 @@ def quantize_communication(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "sdp4bit.megatron.quantize_communication needs torch.distributed: call init_process_group first"
+            "sdp4bit_megatron.quantize_communication needs torch.distributed: call init_process_group first"
         )
     settings = SDP4BitConfig()
     chunks: list[Chunk] = []

@@ -17,18 +17,6 @@ from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.attach import build, host_group
 from sdp4bit.engines.handle import CommHandle, StateDict
-from sdp4bit.engines.megatron.buckets import (
-    REPLICATED_DTYPES,
-    MegatronBucket,
-    pipeline_group,
-    replicated_ranges,
-)
-from sdp4bit.engines.megatron.communication import BucketReplica, BucketState, MegatronModelState
-from sdp4bit.engines.megatron.objects import Chunk, Optimizer
-from sdp4bit.engines.megatron.patches import GroupPatch, OptimizerPatch
-from sdp4bit.engines.megatron.staged import StagedCollectives
-from sdp4bit.engines.megatron.state import checked, load_counters, save_counters
-from sdp4bit.engines.megatron.tensor_parallel import TensorParallelCopies
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import (
     ONE_RANK,
@@ -37,6 +25,18 @@ from sdp4bit.observe.explain import (
     one_node_reason,
 )
 from sdp4bit.warn import warn_user
+from sdp4bit_megatron.buckets import (
+    REPLICATED_DTYPES,
+    MegatronBucket,
+    pipeline_group,
+    replicated_ranges,
+)
+from sdp4bit_megatron.communication import BucketReplica, BucketState, MegatronModelState
+from sdp4bit_megatron.objects import Chunk, Optimizer
+from sdp4bit_megatron.patches import GroupPatch, OptimizerPatch
+from sdp4bit_megatron.staged import StagedCollectives
+from sdp4bit_megatron.state import checked, load_counters, save_counters
+from sdp4bit_megatron.tensor_parallel import TensorParallelCopies
 
 _FULL = "weights were loaded or copied, or NaN was sent"
 EXPERTS_SPLIT = "experts under tensor parallelism"  # reason why a bucket of experts is not quantized

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.sections import Range
-from sdp4bit.engines.megatron.objects import Bucket, BucketGroup, Buffer, Chunk, ModelConfig, Optimizer
+from sdp4bit_megatron.objects import Bucket, BucketGroup, Buffer, Chunk, ModelConfig, Optimizer
 
 REPLICATED_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes of parameters with fp32 main weights, from which they can be refreshed."""

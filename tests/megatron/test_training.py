@@ -1,4 +1,4 @@
-"""Megatron-Core integration, exactness: what all ranks hold, what the losses are, and which bytes are sent.
+"""Megatron-Core integration, exactness: the weights of all ranks, the losses, and the bytes that are sent.
 
 Layer: real Megatron-Core in 2 and 4 processes over gloo, through `fake_cuda`.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig
 from sdp4bit.observe.explain import ONE_RANK
-from tests.engines.megatron.runs import (
+from tests.megatron.runs import (
     EXACT_AND_CLOSE,
     IDENTITY,
     LOSSLESS,
@@ -34,7 +34,7 @@ from tests.toy import Result, assert_close_to_plain, assert_equal
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
-PRELOAD = ["tests.engines.megatron.imports"]
+PRELOAD = ["tests.megatron.imports"]
 
 SYNC: dict[str, Any] = {}
 OVERLAP_GRADIENTS: dict[str, Any] = {"overlap": True, "overlap_gather": False}
@@ -99,7 +99,7 @@ def fp32_buffer() -> None:
 
 
 def expert_buffer() -> None:
-    """Experts on one rank each stay Megatron's, and explain() says so; the others are quantized."""
+    """Experts on one rank each stay Megatron's, as explain() reports; the others are quantized."""
     assert_close_to_plain(training, {"topology": 1, "transformer": MOE}, 2, checks=EXACT_AND_CLOSE)
     run = MegatronRun(QUANTIZED, topology=1, transformer=MOE)
     stock = run.chunks[0].expert_parallel_bucket_groups
@@ -183,7 +183,7 @@ def test_two_nodes_of_two_ranks_in_every_mode() -> None:
 
 
 def replicated(run: MegatronRun) -> dict[str, torch.Tensor]:
-    """Main weights and replicas of what tensor parallelism does not divide."""
+    """Return main weights and replicas of the parameters that tensor parallelism does not divide."""
     tensors = {}
     for name, parameter in run.parameters().items():
         if not getattr(parameter, "tensor_model_parallel", False):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sdp4bit import AuditConfig, ReplicaMismatchError, SDP4BitConfig
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.quantization import ops
-from tests.engines.megatron.runs import (
+from tests.megatron.runs import (
     EXACT_AND_CLOSE,
     FP16,
     LOSSLESS,
@@ -34,7 +34,7 @@ from tests.toy import Result, assert_close_to_plain
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
-PRELOAD = ["tests.engines.megatron.imports"]
+PRELOAD = ["tests.megatron.imports"]
 
 BOTH = pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 """Collectives behind computation, or not."""
@@ -149,7 +149,7 @@ def sharded_formats(run: MegatronRun) -> None:
 
 
 def stock_checkpoint() -> None:
-    """A run goes on from a plain checkpoint, and a plain run from one of ours."""
+    """A run continues from a plain checkpoint, and a plain run from one of ours."""
     plain = MegatronRun(None).train(1)
     saved = save(plain)
     assert "sdp4bit" not in plain.optimizer.state_dict()["optimizer"]

@@ -28,7 +28,7 @@ from tests.ranks import on_ranks, run_ranks
 from tests.rounding_keys import check_unique, drawn_keys
 
 if find_spec("deepspeed") is None:  # not imported here, because only the ranks need it
-    pytest.skip("DeepSpeed is not installed: make test-ecosystem", allow_module_level=True)
+    pytest.skip("DeepSpeed is not installed: make test-deepspeed", allow_module_level=True)
 os.environ["DS_ACCELERATOR"] = "cpu"
 PRELOAD = ["deepspeed"]
 STEPS, SAVED, MICRO_BATCHES = 8, 5, 2

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.megatron import quantize_communication
 from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit_megatron import quantize_communication
 from tests import toy
 from tests.engines import fake_cuda
 
@@ -47,7 +47,7 @@ MOE: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
 }
 close = partial(toy.assert_close, gradient=0.05)
-"""Of the norms that Megatron tells: an error of 0.3 at right angles to a gradient adds 0.044 to its norm."""
+"""Of norms that Megatron reports: an error of 0.3 at right angles to a gradient adds 0.044 to its norm."""
 EXACT_AND_CLOSE = [(IDENTITY, toy.assert_equal), (QUANTIZED, close)]
 LOSSLESS_AND_CLOSE = [(LOSSLESS, toy.assert_equal), (QUANTIZED, close)]
 """Over 2 nodes of 2 ranks gradients are added in another order than by Megatron-Core."""
@@ -148,7 +148,7 @@ class MegatronRun:
             self.attach(config, topology=topology)
 
     def attach(self, config: SDP4BitConfig, *, topology: int | tuple[int, int]) -> None:
-        """Quantize what the run communicates."""
+        """Quantize the communication of the run."""
         self.comm = quantize_communication(self.chunks, self.optimizer, config=config, topology=topology)
 
     def _transformer(
@@ -338,7 +338,7 @@ def expected_traffic(run: MegatronRun) -> dict[str, int]:
 
 
 def save(run: MegatronRun) -> bytes:
-    """Return what Megatron's checkpoints hold: model, optimizer entry, and this rank's shards."""
+    """Return the content of Megatron's checkpoints: model, optimizer entry, and this rank's shards."""
     buffer = io.BytesIO()
     torch.save(
         {
@@ -355,7 +355,7 @@ def save(run: MegatronRun) -> bytes:
 
 
 def load(run: MegatronRun, saved: bytes, *, communication: bool = True) -> None:
-    """The run holds what was saved; without `communication`, as a plain run would have saved it."""
+    """Load a saved state; without `communication`, as a plain run would have saved it."""
     state = torch.load(io.BytesIO(saved), weights_only=False)
     for chunk, model in zip(run.chunks, state["model"], strict=True):
         chunk.load_state_dict(model)

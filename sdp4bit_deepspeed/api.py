@@ -249,12 +249,6 @@ def _replace(zero: Any, undo: ExitStack, **methods: Callable[..., Any]) -> None:
         undo.callback(delattr, zero, name)
 
 
-def is_engine(model: object) -> bool:
-    """Return whether DeepSpeed communicates for a model; DeepSpeed is recognized without an import."""
-    names = (f"{cls.__module__}.{cls.__name__}" for cls in type(model).__mro__)
-    return "deepspeed.runtime.engine.DeepSpeedEngine" in names
-
-
 def attach(
     engine: Any, *, topology: TopologySpec, config: SDP4BitConfig | str | None, skip: object
 ) -> DeepSpeedCommHandle:

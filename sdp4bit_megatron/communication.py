@@ -17,9 +17,9 @@ from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.collectives.weights import Weights
 from sdp4bit.config import TelemetryConfig, WeightConfig
-from sdp4bit.engines.megatron.buckets import MegatronBucket
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.traffic import TrafficCounter
+from sdp4bit_megatron.buckets import MegatronBucket
 
 
 class BucketReplica(WeightReplica):

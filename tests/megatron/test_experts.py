@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sdp4bit.engines.megatron.handle import EXPERTS_SPLIT
+from sdp4bit_megatron.handle import EXPERTS_SPLIT
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
-from tests.engines.megatron.runs import (
+from tests.megatron.runs import (
     LOSSLESS_AND_CLOSE,
     MICROBATCHES,
     MOE,
@@ -29,7 +29,7 @@ from tests.toy import assert_close_to_plain
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
-PRELOAD = ["tests.engines.megatron.imports"]
+PRELOAD = ["tests.megatron.imports"]
 EXPERTS: dict[str, Any] = {"transformer": {**MOE, "num_moe_experts": 4}}
 LIMIT = 500.0
 

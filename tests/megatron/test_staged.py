@@ -1,7 +1,7 @@
 """Reductions in stages over buckets, for GPUs with one hardware queue: bits, and the order of collectives.
 
-Layer: real Megatron-Core in 4 processes over gloo, through `fake_cuda`, told that it has one queue. What
-streams make of it is simulated in `tests/engines/test_streams.py`.
+Layer: real Megatron-Core in 4 processes over gloo, through `fake_cuda`, told that it has one queue.
+`tests/engines/test_streams.py` simulates the streams.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives import transport
-from sdp4bit.engines.megatron import api, handle
-from sdp4bit.engines.megatron.patches import GroupPatch
-from tests.engines.megatron.runs import STOCHASTIC, MegatronRun
+from sdp4bit_megatron import api, handle
+from sdp4bit_megatron.patches import GroupPatch
+from tests.megatron.runs import STOCHASTIC, MegatronRun
 from tests.ranks import on_ranks, run_ranks
 from tests.tables import flat
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
-PRELOAD = ["tests.engines.megatron.imports"]
+PRELOAD = ["tests.megatron.imports"]
 ONE_SLICE = replace(STOCHASTIC, gradients=replace(STOCHASTIC.gradients, pipeline_chunks=None))
 LAYERS: dict[str, Any] = {"layers": 3, "ddp": {"bucket_size": 10_000}}
 
 Event = tuple[str, tuple[int, ...], str]
-"""What a rank does: "hook", or the level of an all-to-all with its ranks and the bucket's name."""
+"""An action of a rank: "hook", or the level of an all-to-all with its ranks and the bucket's name."""
 
 
 def one_queue(has: bool) -> Any:
@@ -38,7 +38,7 @@ def one_queue(has: bool) -> Any:
 
 
 def train(staged: bool, **options: Any) -> tuple[MegatronRun, list[Event]]:
-    """Three steps with gradients that overlap; and what the last one did."""
+    """Train three steps with gradients that overlap, and return the events of the last one."""
     events: list[Event] = []
     start_all_to_all, start_grad_sync = transport.start_all_to_all, GroupPatch.start_grad_sync
 

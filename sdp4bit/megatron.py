@@ -1,9 +1,0 @@
-"""The Megatron-Core integration under its short name; importing it does not import Megatron-Core."""
-
-from __future__ import annotations
-
-from sdp4bit.engines.megatron.api import quantize_communication
-from sdp4bit.engines.megatron.arguments import add_arguments, from_args
-from sdp4bit.engines.megatron.handle import MegatronCommHandle
-
-__all__ = ["MegatronCommHandle", "add_arguments", "from_args", "quantize_communication"]
