@@ -99,9 +99,10 @@ test-pytorch: $(STAMP) ## run PyTorch's own FSDP2 tests, of the checkout PYTORCH
 	$(PIP_INSTALL) expecttest==0.3.0
 	$(BIN)/python -m tests.engines.fsdp2.pytorch_fsdp $(PYTORCH)
 
-check: $(STAMP) ## lint, check the format, the order of imports and the types
+check: $(STAMP) ## lint code and prose, check the format, the order of imports and the types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python -m tests.prose
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
