@@ -14,7 +14,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-input -c constraints.txt
 # third works while ranks of the others wait for each other, and more only take the cores from ranks that would not.
 PYTEST := -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-# The core: operators by their definition, formats, plans, collectives, one job of FSDP2 and one resume.
+# The core: operators by their definition, formats, plans, collectives, one job of FSDP2 and one resume. Two workers,
+# because a third takes longer to start than it saves.
 CORE := tests/test_config.py tests/quantization --ignore tests/quantization/test_properties.py
 CORE += $(addprefix tests/collectives/test_,plan.py sections.py reduce_scatter.py all_reduce.py)
 CORE += tests/engines/fsdp2/test_exactness.py::test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit
@@ -79,7 +80,7 @@ test: $(STAMP) ## run the tests
 	$(BIN)/python $(PYTEST)
 
 test-core: $(STAMP) ## run the core of the tests, in 90 s: definition, formats, plans, collectives, FSDP2
-	$(BIN)/python $(PYTEST) $(CORE)
+	$(BIN)/python $(PYTEST) -n 2 $(CORE)
 
 test-unit: $(STAMP) ## run the tests that start no process
 	$(BIN)/python $(PYTEST) -m 'unit and not slow'
