@@ -14,6 +14,25 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-input -c constraints.txt
 # third works while ranks of the others wait for each other, and more only take the cores from ranks that would not.
 PYTEST := -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
+# The core: operators by their definition, formats, plans, collectives, one job of FSDP2 and one resume. Two workers,
+# because a third takes longer to start than it saves.
+CORE := tests/test_config.py tests/quantization --ignore tests/quantization/test_properties.py
+CORE += $(addprefix tests/collectives/test_,plan.py sections.py reduce_scatter.py all_reduce.py)
+CORE += tests/engines/fsdp2/test_exactness.py::test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit
+CORE += tests/engines/fsdp2/test_checkpoint.py::test_a_resumed_run_continues_bit_for_bit
+
+# The slow tests, in parts of less than 15 minutes on two cores: folders and files of tests/. Mutations are tests of one
+# file that share nothing, so workers divide them.
+SLOW_kernels := collectives kernels quantization
+SLOW_fsdp2 := engines/fsdp2
+SLOW_engines := engines/ddp megatron engines/test_*.py
+SLOW_launch := lab/common lab/selftest
+SLOW_pretrain := lab/compare lab/plan lab/pretrain lab/report
+SLOW_benchmarks := lab/benchmarks lab/test_newest_packages.py test_docs.py test_package.py test_properties_config.py
+SLOW_mutations := test_mutations.py
+SLOW_users := lab/test_examples.py lab/test_user_path.py
+PARTS := $(patsubst SLOW_%,%,$(filter SLOW_%,$(.VARIABLES)))
+
 # An environment of its own for another torch, with its own pins of torch and triton if there is a file of them.
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 OTHER_PINS := $(wildcard constraints-torch-$(basename $(VERSION)).txt)
@@ -32,7 +51,8 @@ UNRESOLVED := ai2-olmo-core boto3 botocore cached-path s3transfer
 UNRESOLVED += addict axolotl colorama flashoptim megatron-fsdp nemo-automodel torchtitan
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs dist test test-unit test-slow test-megatron test-deepspeed test-ecosystem gpu-report test-torch test-pytorch check format clean
+.PHONY: help install demo docs dist test test-core test-unit test-slow test-megatron test-deepspeed test-ecosystem
+.PHONY: gpu-report test-torch test-pytorch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,11 +80,15 @@ dist: $(STAMP) ## build the wheel and the sdist, into dist
 test: $(STAMP) ## run the tests of the library and the programs
 	$(BIN)/python $(PYTEST) --ignore tests/megatron --ignore tests/deepspeed
 
+test-core: $(STAMP) ## run the core of the tests, in 90 s: definition, formats, plans, collectives, FSDP2
+	$(BIN)/python $(PYTEST) -n 2 $(CORE)
+
 test-unit: $(STAMP) ## run the tests that start no process
 	$(BIN)/python $(PYTEST) -m 'unit and not slow'
 
-test-slow: $(STAMP) ## run the tests marked slow, or a part of them: SLICE=3/7
-	$(BIN)/python $(PYTEST) -m slow $(if $(SLICE),--slow-slice $(SLICE)) $(SLOW_OPTIONS)
+test-slow: $(STAMP) ## run the tests marked slow, or a part of them: PART=fsdp2
+	@test -n '$(if $(PART),$(SLOW_$(PART)),all)' || { echo 'no such part; there are: $(sort $(PARTS))'; exit 2; }
+	$(BIN)/python $(PYTEST) -m slow $(addprefix tests/,$(SLOW_$(PART))) $(if $(filter mutations,$(PART)),--dist load)
 
 test-megatron: $(STAMP) ## run the tests of the adapter of Megatron-Core
 	$(BIN)/python $(PYTEST) tests/megatron
@@ -105,9 +129,10 @@ test-pytorch: $(STAMP) ## run PyTorch's own FSDP2 tests, of the checkout PYTORCH
 	$(PIP_INSTALL) expecttest==0.3.0
 	$(BIN)/python -m tests.engines.fsdp2.pytorch_fsdp $(PYTORCH)
 
-check: $(STAMP) ## lint, check the format, the order of imports and the types
+check: $(STAMP) ## lint code and prose, check the format, the order of imports and the types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python -m tests.prose
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 

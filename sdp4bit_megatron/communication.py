@@ -98,7 +98,7 @@ class BucketReplica(WeightReplica):
 
     @contextmanager
     def refreshing(self) -> Iterator[None]:
-        """Mark the replica as torn until the block has ended; a refresh in full precision mends it."""
+        """Mark the replica as torn until the block has ended; a refresh in full precision repairs it."""
         self._was_torn, self._is_torn = self._is_torn, True
         yield
         self._is_torn = self._was_torn
@@ -187,7 +187,7 @@ class BucketState(Group):
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self, *, full_reason: str = "") -> None:
-        """Send what is due, or all rows in full precision for this reason."""
+        """Send the refresh that is due, or all rows in full precision for this reason."""
         replica = self.weights.replica
         assert replica is not None
         if full_reason:

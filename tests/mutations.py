@@ -1,7 +1,7 @@
 """Ways of breaking the communication. A test that claims to train like plain FSDP2 fails under each of them.
 
 The oracles in `toy.py` pass their checks to `check_that_mutations_are_noticed`, which does nothing in a
-usual run. `pytest --mutations` selects the tests that call an oracle, and breaks the communication of each
+usual run. `pytest --mutations` selects the tests marked `like_plain`, and breaks the communication of each
 scenario in every way; `test_mutations.py` runs it.
 """
 

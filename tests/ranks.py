@@ -104,7 +104,7 @@ def on_ranks(
         def test(*args: Any, **kwargs: Any) -> None:
             run_ranks(test, world_size, *signature.bind(*args, **kwargs).args, timeout=timeout)
 
-        test.in_rank = function  # type: ignore[attr-defined]
+        test.in_rank = function  # type: ignore[attr-defined]  # by which conftest.py knows that it is gloo
         return test
 
     return decorate

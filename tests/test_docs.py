@@ -29,6 +29,8 @@ import sdp4bit.collectives
 import sdp4bit_megatron
 from tests import ADAPTERS, ROOT
 
+pytestmark = pytest.mark.lab
+
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -261,6 +263,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     return {path: Page(path) for path in folder.rglob("*.html")}
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_links_of_the_site_lead_somewhere_and_it_loads_nothing_from_elsewhere(site: dict[Path, Page]) -> None:
     assert len(site) > 30
@@ -284,6 +287,7 @@ def test_links_of_the_site_lead_somewhere_and_it_loads_nothing_from_elsewhere(si
         assert not outside, f"{sheet.name}: {outside}"
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_lists_and_tables_are_drawn_and_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
     """Markdown shows where lists are nested by two spaces or follow a paragraph at once."""
@@ -305,6 +309,7 @@ def dom(page: Path, query: str, profile: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium or Chrome")
 def test_a_search_finds_the_right_page_first(site: dict[Path, Page], tmp_path: Path) -> None:
@@ -317,6 +322,7 @@ def test_a_search_finds_the_right_page_first(site: dict[Path, Page], tmp_path: P
     assert found == FIRST_HITS
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_options_are_not_broken_and_no_page_is_for_readers_of_the_files(site: dict[Path, Page]) -> None:
     for page in site.values():

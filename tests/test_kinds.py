@@ -1,41 +1,44 @@
-"""Tests that start ranks are known as such, and a unit test cannot start any unnoticed. Layer: no process."""
+"""A unit test cannot start a process, and every slow test belongs to a part. Layer: files."""
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
-from tests.conftest import slices_of, starts_processes
-from tests.ranks import STARTED, on_ranks
+from tests import ROOT
+from tests.ranks import STARTED
 
 
-@on_ranks(2)
-def on_two_ranks() -> None:
-    """Do nothing, on each of two ranks."""
+@pytest.mark.parametrize("event", [STARTED, "subprocess.Popen", "os.fork", "os.posix_spawn"])
+def test_a_unit_test_that_starts_a_process_fails(event: str) -> None:
+    with pytest.raises(AssertionError, match=r"starts a process .*: mark it with gloo"):
+        sys.audit(event, None)
 
 
-def calls_it() -> None:
-    on_two_ranks()
+def parts() -> dict[str, list[str]]:
+    """Return the folders and files of each part of the slow tests."""
+    lines = re.findall(r"^SLOW_(\w+) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return {name: paths.split() for name, paths in lines}
 
 
-def test_what_runs_on_ranks_is_no_unit_test() -> None:
-    assert starts_processes(on_two_ranks) and starts_processes(calls_it)
-    assert not starts_processes(test_a_unit_test_that_starts_ranks_fails)
+def test_every_slow_test_is_in_one_part() -> None:
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.slow" in path.read_text()]
+    found = {path: [] for path in files if path.name != "test_kinds.py"}
+    for name, patterns in parts().items():
+        for pattern in patterns:
+            paths = list((ROOT / "tests").glob(pattern))
+            assert paths, pattern
+            for path in found:
+                found[path] += [name for each in paths if path.is_relative_to(each)]
+    assert {path.name: names for path, names in found.items() if len(names) != 1} == {}
 
 
-def test_slices_spread_the_cases_of_a_function_and_keep_what_shares_a_fixture_together() -> None:
-    cases = [("a.py::test_one", f"case {n}") for n in range(14)]
-    together = [("b.py::runs", "")] * 3
-    alone = [(f"c.py::test_{n}", "") for n in range(100)]
-    found = slices_of([*cases, *together, *alone], count=7)
-    assert sorted(found[:14]) == sorted([*range(1, 8)] * 2)
-    assert len(set(found[14:17])) == 1
-    assert set(found[17:]) == set(range(1, 8))
-    # A new function moves none of the others.
-    assert slices_of([("a.py::test_new", ""), *cases, *together, *alone], count=7)[1:] == found
-
-
-def test_a_unit_test_that_starts_ranks_fails() -> None:
-    with pytest.raises(AssertionError, match="marked unit, but starts a process"):
-        sys.audit(STARTED, None)
+def test_parts_of_the_slow_tests_take_turns_and_all_run_at_night() -> None:
+    (nightly,) = re.findall(
+        r"^ +part: \[(.*)\]$", (ROOT / ".github/workflows/ci.yml").read_text(), re.MULTILINE
+    )
+    assert sorted(nightly.split(", ")) == sorted(parts())
+    (daily,) = re.findall(r"parts=\((.*)\)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert sorted([*daily.split(), "users"]) == sorted(parts())

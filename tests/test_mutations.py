@@ -5,6 +5,7 @@ Layer: pytest in a process of its own for each file of claims; 2 gloo processes.
 
 from __future__ import annotations
 
+import ast
 import math
 import subprocess
 import sys
@@ -25,6 +26,16 @@ CLAIMS = sorted(
 )
 
 
+@pytest.mark.parametrize("file", CLAIMS)
+def test_every_claim_is_marked(file: str) -> None:
+    """`--mutations` selects tests by their mark."""
+    for test in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+            text = ast.unparse(test)
+            assert "mark.like_plain" in text or not any(oracle in text for oracle in ORACLES), test.name
+
+
+@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("file", CLAIMS)

@@ -57,6 +57,7 @@ def python(code: str, *, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
+@pytest.mark.gloo
 def test_import_tries_no_optional_package_and_leaves_cuda_alone() -> None:
     """Every public name is used, too."""
     python(IMPORT_WITHOUT_OPTIONAL)
@@ -68,6 +69,7 @@ def test_an_unknown_name_is_no_attribute() -> None:
     assert dir(sdp4bit) == sorted(sdp4bit.__all__)
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("format", [None, "%(name)s: %(message)s"])
 def test_a_logged_warning_has_the_name_of_the_library_once(format: str | None) -> None:
     """By the library's handler, or by the program's."""
@@ -92,6 +94,7 @@ def test_every_change_is_tested_on_the_newest_supported_torch() -> None:
     assert f'torch: "{version}"' in (ROOT / ".github/workflows/ci.yml").read_text()
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_wheel_ships_types_and_licence_and_all_packages(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "LICENSE", "README.md", *PACKAGES, "tests"):

@@ -1,4 +1,4 @@
-"""Weights of a parameter group: what is due of their replica, and the counters of its refreshes."""
+"""Weights of a parameter group: the refresh of their replica that is due, and its counters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Weights:
     """Gathers of the weights of one parameter group, from a replica or in full precision.
 
-    An engine reports changes of the main weights, and calls `refresh` before weights are used. An engine that
-    decides itself what is due (FSDP2) starts refreshes with `start_full_refresh` and
+    An engine reports changes of the main weights, and calls `refresh` before weights are used. An engine with
+    a decision of its own (FSDP2) starts refreshes with `start_full_refresh` and
     `start_quantized_refresh`, which count them.
     """
 

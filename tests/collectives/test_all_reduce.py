@@ -103,6 +103,7 @@ def reduced(request: pytest.FixtureRequest) -> tuple[int, int, list[Results]]:
     return nodes, per_node, run_ranks(both, nodes * per_node, nodes, per_node)
 
 
+@pytest.mark.gloo
 def test_all_ranks_end_with_the_same_bits(reduced: tuple[int, int, list[Results]]) -> None:
     _, _, (first, *others) = reduced
     for of_rank in others:
@@ -110,6 +111,7 @@ def test_all_ranks_end_with_the_same_bits(reduced: tuple[int, int, list[Results]
             assert all(map(torch.equal, mine, theirs))
 
 
+@pytest.mark.gloo
 def test_results_are_those_of_the_definition_within_its_bound(
     reduced: tuple[int, int, list[Results]],
 ) -> None:
@@ -128,6 +130,7 @@ def test_results_are_those_of_the_definition_within_its_bound(
             assert ((result - exact).abs() <= bound * (1 + 2**-7) + rounding).all(), (config, numel)
 
 
+@pytest.mark.gloo
 def test_bytes_are_those_of_the_formula(reduced: tuple[int, int, list[Results]]) -> None:
     nodes, per_node, results = reduced
     grid = Grid(nodes=nodes, ranks_per_node=per_node)
@@ -176,6 +179,7 @@ def several() -> tuple[list[Tensor], Tensor]:
     return reduce_other_types()
 
 
+@pytest.mark.gloo
 def test_special_values_and_other_types() -> None:
     results = run_ranks(several, 4)
     for index, dtype in enumerate((torch.bfloat16, torch.float16)):
@@ -227,6 +231,7 @@ def test_pieces_begin_at_blocks_and_cover_everything_without_a_copy() -> None:
                 assert values.all()
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("ranks", [2, 3, 1000])
 def test_pieces_of_all_ranks_are_restored_in_one_launch_per_section(ranks: int) -> None:
     layout = Nodes(ranks=tuple(range(ranks)), nodes=ranks, ranks_per_node=1)
@@ -255,6 +260,7 @@ def reduce_with_numbers_apart() -> Tensor:
     return values
 
 
+@pytest.mark.gloo
 def test_dither_is_taken_off_whatever_numbers_the_ranks_have() -> None:
     """As under HSDP, where replicas of a shard are as far apart in number as there are shards."""
     first, *others = run_ranks(reduce_with_numbers_apart, 4)

@@ -73,6 +73,7 @@ NAMES = {
 }
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("preset", "hangs"),
     [
@@ -149,6 +150,7 @@ def lose_rank_1(hangs: bool) -> None:
     raise AssertionError(f"not named: {unnamed}")
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_lost_rank_is_known_from_the_words_of_every_operation(hangs: bool) -> None:
     with pytest.raises(AssertionError) as failure:

@@ -67,6 +67,7 @@ def reduced() -> list[list[float]]:
     return found
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("size", [2, 5])
 def test_reductions_have_the_same_bits_on_every_rank(size: int) -> None:
     first, *others = run_ranks(reduced, size)
@@ -86,6 +87,7 @@ def opened() -> int:
     return len(os.listdir("/proc/self/fd")) - before
 
 
+@pytest.mark.gloo
 def test_a_host_group_connects_only_the_ranks_that_exchange_something() -> None:
     """Gloo would connect each rank to seven others, with two files each, when the group is made."""
     assert max(run_ranks(opened, 8)) <= 3
@@ -105,6 +107,7 @@ del group  # gloo's threads end here; at the interpreter's exit they may still r
 """
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("interface", ["eth0", None], ids=["named", "route"])
 def test_hosts_connect_although_their_own_names_lead_nowhere(interface: str | None) -> None:
     """Two network namespaces whose host names are unknown, like those of containers."""

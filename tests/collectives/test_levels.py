@@ -136,6 +136,7 @@ def reduce(spec: tuple[int, int], config: GradientConfig) -> tuple[torch.Tensor,
     return output, peers
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 2, 1)])
 def test_processes_exchange_messages_in_three_levels(sizes: tuple[int, int, int]) -> None:
     world = torch.Size(sizes).numel()
@@ -159,6 +160,7 @@ def refuse(topology: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("topology", "message"),
     [((1, 3), "3 nodes per block does not divide the 4 nodes"), ((3, 1), "3 ranks per node"), ((1, 0), "0 ")],

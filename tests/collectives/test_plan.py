@@ -213,6 +213,7 @@ def run_collectives() -> None:
                 assert traffic.current_step.as_dict() == refreshed.sent.as_dict()
 
 
+@pytest.mark.gloo
 def test_collectives_launch_and_send_what_their_plans_state() -> None:
     run_ranks(run_collectives, 4)
 
@@ -231,6 +232,7 @@ def copy_no_exact_part() -> None:
     assert skipped == {("inside the node", False): 2, ("between nodes", True): 2}
 
 
+@pytest.mark.gloo
 def test_the_exact_part_of_a_sum_is_not_copied() -> None:
     run_ranks(copy_no_exact_part, 4)
 
@@ -264,6 +266,7 @@ def reuse_plans() -> None:
     reduce(1000)
 
 
+@pytest.mark.gloo
 def test_plans_and_views_of_buffers_are_made_once_and_are_bounded() -> None:
     run_ranks(reuse_plans, 2)
 
@@ -291,10 +294,12 @@ def change_dtype() -> None:
     assert plan is not None and not plan.exact and plan.sections[0].ranges == ((64, 128),)
 
 
+@pytest.mark.gloo
 def test_a_plan_of_exact_ranges_follows_the_dtype() -> None:
     run_ranks(change_dtype, 2)
 
 
+@pytest.mark.gloo
 def test_plans_need_no_torch() -> None:
     program = "import sys, sdp4bit.collectives.plan; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -292,6 +292,7 @@ def membership(cases: list[list[Nodes]]) -> list[list[list[int] | None]]:
     return found
 
 
+@pytest.mark.gloo
 def test_each_rank_joins_two_groups_or_one_if_a_level_is_single() -> None:
     # Data-parallel groups beside each other, as under tensor parallelism: on two nodes, then on one.
     spread = [Nodes(ranks=r, nodes=2, ranks_per_node=1) for r in ((0, 2), (1, 3))]
@@ -349,6 +350,7 @@ def exchange_all(lengths: list[int]) -> None:
         assert torch.equal(blocks, torch.stack([values(peer, 3, numel) for peer in everyone], dim=1))
 
 
+@pytest.mark.gloo
 def test_exchanges_equal_their_definition_between_processes_and_threads() -> None:
     """Pairwise over gloo; by the library's own collectives between threads."""
     run_ranks(exchange_all, 3, [5, 0, 1000, 1, 70_001], timeout=30)
@@ -376,6 +378,7 @@ dist.destroy_process_group()
 """A thread of Python in place of gloo's, which needs the interpreter's lock after the last collective."""
 
 
+@pytest.mark.gloo
 def test_gloo_threads_get_the_lock_before_the_interpreter_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDING, str(tmp_path / "store")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)

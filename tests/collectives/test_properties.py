@@ -26,6 +26,8 @@ from tests.oracles import sections as by_definition
 from tests.oracles.traffic import all_reduce_exchange, gradient_exchange, weight_refresh
 from tests.ranks import run_threads
 
+pytestmark = pytest.mark.gloo
+
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 many = settings(few, max_examples=500)
 

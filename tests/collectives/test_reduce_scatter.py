@@ -38,6 +38,7 @@ def reduce_integers() -> None:
             assert torch.equal(output, torch.stack(inputs).sum(0)[rank])
 
 
+@pytest.mark.gloo
 def test_every_rank_gets_its_row_exactly() -> None:
     """On other layouts: threads, in test_properties.py."""
     run_ranks(reduce_integers, 4)
@@ -54,6 +55,7 @@ def bytes_of_messages() -> list[int]:
     return found
 
 
+@pytest.mark.gloo
 def test_messages_of_many_slices_take_the_memory_of_two() -> None:
     """Per value of the input, on 2 nodes x 2: int8 to and from 2 ranks, int4 rows to and from 2 nodes."""
     whole = 2 * 2 * (2 << 14) * (1 + 2 / 128) + 2 * 2 * (1 << 14) * (1 / 2 + 2 / 128)
@@ -76,6 +78,7 @@ def reduce_special_values() -> None:
         assert torch.equal(output.isnan(), expected)
 
 
+@pytest.mark.gloo
 def test_values_that_are_not_finite_come_out_not_finite() -> None:
     run_ranks(reduce_special_values, 4)
 
@@ -136,6 +139,7 @@ def count_nonfinite(per_node: int) -> list[tuple[float, bool]]:
     return found
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_values_that_are_not_finite_are_counted_once_inside_their_node_or_not(per_node: int) -> None:
     counts = run_threads(count_nonfinite, 4, per_node)

@@ -31,6 +31,8 @@ from sdp4bit import SDP4BitConfig, quantize_communication
 from tests import toy
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.gloo
+
 EDIT = 1 + 2**-10  # a factor for weights that bf16 hides
 
 

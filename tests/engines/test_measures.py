@@ -123,6 +123,7 @@ def steps_of_listener() -> list[Any]:
     return seen
 
 
+@pytest.mark.gloo
 def test_listeners_are_called_at_every_step_boundary_on_all_ranks_before_anything_is_sent() -> None:
     for seen in run_ranks(steps_of_listener, 2):
         assert seen == [(1, None, 0), (2, 2, 0), (3, 2, 0), (4, 4, 0)]
@@ -152,6 +153,7 @@ def check_nonfinite() -> tuple[list[int], list[int], dict[str, Any]]:
     return [group["nonfinite_groups"] for group in groups], scales, run.comm.stats()
 
 
+@pytest.mark.gloo
 def test_groups_that_are_not_finite_are_counted_where_they_arrive() -> None:
     for rank, (counts, scales, stats) in enumerate(run_ranks(check_nonfinite, 4)):
         assert stats["nonfinite_groups"] == sum(counts)

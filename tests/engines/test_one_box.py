@@ -22,6 +22,8 @@ from tests.ranks import first_rank_warns, run_ranks
 from tests.tables import flat
 from tests.toy import QUANTIZED, Result, Run, assert_close_to_plain, build
 
+pytestmark = pytest.mark.gloo
+
 
 def run_of(engine: str, config: Any, topology: Any = 1) -> Any:
     """Return a run; plain ones add in the order of the exchange, except with topology="auto"."""
@@ -77,6 +79,7 @@ def check(engine: str) -> None:
     assert "inter int4/128" in table and "intra int" not in table and "one node" not in table
 
 
+@pytest.mark.like_plain
 @pytest.mark.parametrize("engine", ["FSDP2", "HSDP", "DDP"])
 @pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_rank_is_a_node(world: int, engine: str) -> None:

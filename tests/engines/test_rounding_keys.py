@@ -1,6 +1,6 @@
 """No job rounds two values with the same random bits: over steps, micro-batches, a resume, and ranks.
 
-Layer: real processes over gloo, and simulated ranks. A module runs once, twice or never in a step. The other
+Layer: real processes over gloo. A module runs once, twice or never in a step. The other
 engines and the example have the same test beside their others.
 """
 
@@ -18,7 +18,6 @@ from sdp4bit import GradientConfig, SDP4BitConfig
 from sdp4bit.collectives.gradients import Gradients
 from tests.engines.ddp.test_hook import DDPRun
 from tests.engines.fsdp2.test_hybrid import HybridRun
-from tests.lab.simulated.test_handle import attach, train
 from tests.ranks import on_ranks
 from tests.rounding_keys import check_unique, drawn_keys
 from tests.toy import Run, ToyGPT, shard
@@ -71,16 +70,6 @@ def test_no_key_is_drawn_twice(kind: str) -> None:
             run.train(1)
         run.train(1)
         resumed(run, make(), name).train(2)
-    check_unique(keys, at_least=30)
-
-
-def test_no_key_is_drawn_twice_by_simulated_ranks() -> None:
-    handle, main = attach(CONFIG)
-    with drawn_keys() as keys:
-        train(handle, main, steps=2)
-        other, main = attach(CONFIG)
-        other.load_state_dict(handle.state_dict())
-        train(other, main, steps=2)
     check_unique(keys, at_least=30)
 
 

@@ -18,6 +18,8 @@ import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.gloo
+
 CONFIG = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
 
 

@@ -42,7 +42,7 @@ from tests.ranks import on_ranks, run_ranks, users_of
 
 PRELOAD = ["tests.engines.stream_scenarios"]
 
-pytestmark = pytest.mark.timeout(1000)  # fixtures, which wait for ranks up to 900 s
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(1000)]  # fixtures, which wait for ranks up to 900 s
 
 EDITS = "fsdp2/events.py"
 MAY_WAIT = {

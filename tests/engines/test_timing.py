@@ -83,6 +83,7 @@ def counted_steps() -> dict[str, Any]:
     }
 
 
+@pytest.mark.gloo
 def test_blocks_take_turns_and_all_ranks_are_told_the_slowest_rank_s_time() -> None:
     one, other = run_ranks(counted_steps, 2)
     assert one["sent"] == other["sent"] == ([True] * BLOCK + [False] * BLOCK) * 2

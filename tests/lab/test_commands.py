@@ -25,6 +25,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.gloo
 def test_no_help_imports_torch() -> None:
     pytest.importorskip("rich")
     python(HELP_OF_EVERYTHING)
@@ -36,6 +37,7 @@ def outcome(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.gloo
 def test_without_a_command_the_known_ones_are_listed_one_per_line() -> None:
     code, printed, listed = outcome()
     assert (code, printed) == (2, "")
@@ -45,12 +47,14 @@ def test_without_a_command_the_known_ones_are_listed_one_per_line() -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.gloo
 def test_an_unknown_command_is_one_line() -> None:
     code, printed, told = outcome("pretrian")
     assert (code, printed) == (2, "")
     assert told == "sdp4bit: error: 'pretrian' is not a command: did you mean pretrain?\n"
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

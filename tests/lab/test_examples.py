@@ -60,6 +60,7 @@ def test_the_gallery_names_every_example() -> None:
     assert all((GALLERY.parent / name).exists() for name in re.findall(r"\]\(([^)#]+)", text))
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_a_command_of_the_gallery_can_be_given(words: list[str], tmp_path: Path) -> None:
     if words[0] == "sdp4bit":
@@ -108,6 +109,7 @@ def test_the_tutorial_s_program_is_the_one_that_its_page_ends_with() -> None:
     assert (ROOT / "examples" / "tutorial.py").read_text() == program
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("name", ["trainer_hf", "trainer_accelerate", "trainer_lightning"])
 def test_a_missing_package_of_a_trainer_is_named(name: str) -> None:
     hidden = "accelerate" if name != "trainer_lightning" else "lightning"
@@ -159,6 +161,7 @@ def test_averages_are_evaluated_as_plain_fsdp2_evaluates_them(decay: float | Non
     assert of_averages == averages.evaluate(plain) != of_weights
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_the_example_of_averages_prints_losses() -> None:
     lines = run("averages.py", "--swa")
@@ -168,6 +171,7 @@ def test_the_example_of_averages_prints_losses() -> None:
     assert re.fullmatch(r"full-precision refreshes: \d+", lines[-1])
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_the_example_by_hand_prints_what_it_does() -> None:
     lines = run("by_hand.py")
@@ -175,6 +179,7 @@ def test_the_example_by_hand_prints_what_it_does() -> None:
     assert re.fullmatch(r"sent by each rank to other nodes, per step: [\d,]+ bytes", lines[-1])
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "last"),
@@ -191,6 +196,7 @@ def test_a_minimal_example_prints_the_ratio_of_the_readme(command: list[str], la
     assert len(losses(lines)) == 12 and losses(lines)[-1] < losses(lines)[0]
 
 
+@pytest.mark.gloo
 def test_the_example_of_an_engine_trains_with_and_without_sdp4bit() -> None:
     quantized, unquantized = run("engine.py"), run("engine.py", "--plain")
     ours, plain = losses(quantized), losses(unquantized)
@@ -224,6 +230,7 @@ def test_the_example_of_an_engine_draws_no_rounding_key_twice() -> None:
     check_unique(keys, at_least=16)
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_the_megatron_example_trains_on_a_cpu_with_and_without_sdp4bit() -> None:
     pytest.importorskip("megatron.core")
@@ -259,6 +266,7 @@ def slurm(folder: Path, script: str, *words: str, srun: str) -> str:
     return done.stdout
 
 
+@pytest.mark.gloo
 def test_the_slurm_job_of_the_pretraining_program_can_be_given(tmp_path: Path) -> None:
     printed = slurm(tmp_path, "pretrain_cluster.sbatch", "text.jsonl", srun="printf '%s\\n' \"$@\"")
     launch, _, program = printed.partition("-m\n")
@@ -268,6 +276,7 @@ def test_the_slurm_job_of_the_pretraining_program_can_be_given(tmp_path: Path) -
     COMMANDS[command].parse(options)
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_the_slurm_job_trains_on_nodes_found_by_host_name(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "--uts", "true"], check=False, timeout=30).returncode:
@@ -283,6 +292,7 @@ def test_the_slurm_job_trains_on_nodes_found_by_host_name(tmp_path: Path) -> Non
     assert re.search(r"^layers\.0 .* 2 x 1 ", printed, re.MULTILINE)
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_two_nodes_with_one_host_name_need_a_topology(tmp_path: Path) -> None:
     def train(*options: str) -> str:

@@ -17,6 +17,8 @@ from sdp4bit_lab.cli import COMMANDS
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from tests.lab.pretrain.data.indexed_corpora import write_corpus, write_vocabulary
 
+pytestmark = pytest.mark.gloo
+
 SCRIPT = ROOT / "examples" / "paper" / "run.sh"
 ACCURACY = {"125M": (8, 6e-4), "350M": (8, 3e-4), "1.3B": (4, 2e-4), "6.7B": (2, 1.2e-4)}
 # Tensor and pipeline parallel size (table 8) and slices of the gradient exchange.

@@ -16,6 +16,8 @@ import pytest
 from tests import ROOT
 from tests.lab.test_user_path import copy_sources, follow_the_tutorial, run
 
+pytestmark = pytest.mark.gloo
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)

@@ -21,7 +21,7 @@ from sdp4bit.addresses import install
 from sdp4bit_lab.cli import COMMANDS
 from tests import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(900)]
 
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]

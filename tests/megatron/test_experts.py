@@ -59,6 +59,7 @@ def check_mode(overlap: bool) -> None:
     assert "2 x 1" in rows["chunk0.expert.bfloat16.0"] and "int4/2048" in rows["chunk0.expert.bfloat16.0"]
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(4, timeout=LIMIT)
 def test_experts_are_quantized_over_their_own_ranks() -> None:

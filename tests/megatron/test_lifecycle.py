@@ -81,6 +81,7 @@ def forced_syncs(overlap: bool) -> None:
     assert run.finish() == expected
 
 
+@pytest.mark.like_plain
 @BOTH
 @on_ranks(2)
 def test_skipped_steps_and_forced_syncs(overlap: bool) -> None:

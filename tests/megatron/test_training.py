@@ -58,6 +58,7 @@ def check_modes(
         assert_close_to_plain(training, {"topology": topology, **options}, checks=checks)
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(2)
 def test_two_ranks() -> None:
@@ -65,11 +66,13 @@ def test_two_ranks() -> None:
     fp32_buffer()
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 def test_two_ranks_in_every_mode_with_every_rounding() -> None:
     run_ranks(check_modes, 2, MODES, [IDENTITY], [QUANTIZED, STOCHASTIC, MIXED])
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(2)
 def test_buffers_and_settings() -> None:
@@ -171,12 +174,14 @@ def different_initial_weights() -> None:
     run.train(1).finish()
 
 
+@pytest.mark.like_plain
 @on_ranks(4)
 def test_two_nodes_of_two_ranks() -> None:
     assert_close_to_plain(training, OVERLAP, 2, checks=LOSSLESS_AND_CLOSE)
     counted_bytes(nodes=2, ranks_per_node=2)
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 def test_two_nodes_of_two_ranks_in_every_mode() -> None:
     run_ranks(check_modes, 4, MODES, [LOSSLESS], [QUANTIZED, STOCHASTIC, MIXED], 2)
@@ -220,6 +225,7 @@ def tensor_parallel(config: SDP4BitConfig | None, options: dict[str, Any]) -> Re
     return result
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(4)
 def test_tensor_parallelism() -> None:
@@ -249,6 +255,7 @@ def pipelined(config: SDP4BitConfig | None, chunks: int, mode: dict[str, Any]) -
     return result
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 @on_ranks(4)

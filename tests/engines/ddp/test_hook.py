@@ -43,6 +43,8 @@ from tests.toy import (
     loss_of,
 )
 
+pytestmark = pytest.mark.gloo
+
 ALL = GradientConfig(min_numel=0, inside_one_node=True)
 EXACT = GradientConfig(intra_bits=None, inter_bits=None, min_numel=0)
 BUCKET_MB = 0.02
@@ -150,12 +152,14 @@ CHECKS = [(EXACT, assert_equal), (ALL, assert_close), (replace(ALL, inter_bits=3
 """A mean of two is exact."""
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_gradients_are_averaged_as_by_plain_ddp() -> None:
     for options in ({}, {"static_graph": True}):
         assert_close_to_plain(training, options, checks=CHECKS, harmless=mutations.WEIGHTS)
 
 
+@pytest.mark.like_plain
 @on_ranks(4)
 def test_four_ranks_average_as_plain_ddp_that_adds_in_the_same_order() -> None:
     for topology in (1, 2):
@@ -193,6 +197,7 @@ def test_weights_stay_equal_with_the_bytes_of_the_formula() -> None:
         assert stats["total"]["inter_bytes"] == total
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(2)
 def test_accumulated_clipped_and_compiled_gradients_are_averaged_as_by_plain_ddp() -> None:
@@ -254,6 +259,7 @@ def joining(config: GradientConfig | None) -> Result:
     return run.finish()
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_unused_parameters_and_uneven_inputs_are_averaged_as_by_plain_ddp() -> None:
     for by_rank, accumulate in ((False, 1), (True, 2)):
@@ -261,6 +267,7 @@ def test_unused_parameters_and_uneven_inputs_are_averaged_as_by_plain_ddp() -> N
     assert_close_to_plain(joining, checks=CHECKS, harmless=mutations.WEIGHTS)
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_two_models_with_a_gradient_scaler_are_trained_as_by_plain_ddp() -> None:
     assert_close_to_plain(scaling, checks=CHECKS[:2], harmless=mutations.WEIGHTS)

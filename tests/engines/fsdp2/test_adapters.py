@@ -145,6 +145,7 @@ def training(
     return losses
 
 
+@pytest.mark.like_plain
 @pytest.mark.parametrize(
     ("storage", "policy", "topology"),
     [
@@ -187,6 +188,7 @@ def editing(config: SDP4BitConfig | None, storage: torch.dtype | None) -> list[f
     return losses
 
 
+@pytest.mark.like_plain
 @pytest.mark.parametrize(
     "storage",
     [

@@ -26,6 +26,8 @@ from sdp4bit.quantization import random
 from tests import toy
 from tests.ranks import first_rank_warns, on_ranks, run_ranks
 
+pytestmark = pytest.mark.gloo
+
 LIMIT = 120.0
 ALERTS = SDP4BitConfig(gradients=toy.QUANTIZED.gradients, alerts=AlertConfig())
 

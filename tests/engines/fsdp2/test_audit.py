@@ -86,6 +86,7 @@ def check_error(replica: ReplicaPlacement) -> list[str]:
     return [str(on_demand.value), str(at_boundary.value)]
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("replica", "ranks", "sentence"),
     [

@@ -29,6 +29,8 @@ from tests.ranks import on_ranks, run_ranks
 from tests.tables import flat
 from tests.toy import POLICY, QUANTIZED, Run, adamw, build, data_mesh
 
+pytestmark = pytest.mark.gloo
+
 WIDTHS = [(8, 4, 4, 2048), (3, 2, 2, 128)]
 """Bits of gradients inside a node and between nodes, of weight differences, and weights per scale."""
 

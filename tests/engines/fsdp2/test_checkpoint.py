@@ -37,6 +37,8 @@ from sdp4bit.quantization.ops import checksum
 from tests import ROOT, toy
 from tests.ranks import first_rank_warns, on_ranks, run_ranks
 
+pytestmark = pytest.mark.gloo
+
 NODE = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
 RANDOM = SDP4BitConfig(
     weights=WeightConfig(replica="full"),

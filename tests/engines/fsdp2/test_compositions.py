@@ -94,6 +94,7 @@ def along(config: SDP4BitConfig | None) -> list[float]:
     return Result(losses, gradients)
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_micro_batches_evaluations_and_skipped_blocks_train_as_with_plain_fsdp2() -> None:
     assert_variants_equal(accumulate, (1,), (1, True))
@@ -113,6 +114,7 @@ def resharding(
     return Run(model, config, ordered=True).train(2).finish()
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(4)
 def test_resharding_does_not_change_the_result() -> None:
@@ -145,6 +147,7 @@ def gathering(config: SDP4BitConfig | None, ahead: bool) -> list[float]:
     return result
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(4)
 def test_gathering_ahead_does_not_change_the_result() -> None:
@@ -176,6 +179,7 @@ def dropping(config: SDP4BitConfig | None, recompute: str = "") -> list[float]:
     return Run(model, config, topology=1).train(2).finish()
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(2)
 def test_activation_checkpointing_with_dropout_does_not_change_the_result() -> None:
@@ -189,6 +193,7 @@ def compiled(config: SDP4BitConfig | None) -> list[float]:
     return Run(model, config, topology=1, clip=0.05, fused=None, foreach=True).train(1).finish()
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(2)
 def test_compiled_blocks_and_clipping_train_as_with_plain_fsdp2() -> None:
@@ -219,6 +224,7 @@ def optimizing(
     return losses
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_optimizers_in_backward_equal_one_after_it() -> None:
     assert_variants_equal(optimizing, (), (True, False), checks=EXACT, harmless=[mutations.TWICE])

@@ -44,6 +44,8 @@ from tests.toy import (
     loss_of,
 )
 
+pytestmark = pytest.mark.gloo
+
 WHOLE_ROWS = replace(QUANTIZED, separate_parameters=False)
 PRELOAD = [weight_edits.__name__]  # which registers the ways
 QUICK = [
@@ -433,6 +435,7 @@ def train_alone(config: SDP4BitConfig | None) -> list[float]:
     return Result(losses, gradients)
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(2)
 def test_what_steps_change_does_not_depend_on_the_optimizer_of_one_rank() -> None:
@@ -460,6 +463,7 @@ NAMES = list(WAYS)
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.like_plain
 @pytest.mark.parametrize(
     ("method", "topology", "names"),
     [

@@ -33,6 +33,8 @@ from tests.toy import (
     train,
 )
 
+pytestmark = pytest.mark.gloo
+
 
 class Outcome(Result):
     """Also the statistics of a run, and the bits of this rank's weights at its end."""
@@ -100,10 +102,12 @@ def outcomes(results: list[Outcome]) -> list[tuple[list[float], int]]:
     return [(list(outcome), outcome.bits) for outcome in results]
 
 
+@pytest.mark.like_plain
 def test_the_baseline_preset_equals_plain_fsdp2_bit_for_bit(runs: Runs) -> None:
     assert outcomes(runs["baseline"]) == outcomes(runs["plain"])
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit() -> None:
     """A sum of two values has one rounding, whatever the order; so nothing may differ."""
@@ -119,11 +123,13 @@ def test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit() -> None:
             assert ours.bits == plain.bits
 
 
+@pytest.mark.like_plain
 def test_four_ranks_with_the_identity_differ_from_plain_by_the_order_of_summation_only(runs: Runs) -> None:
     """Added in the same order, all losses are equal bit for bit."""
     assert outcomes(runs["identity"]) == outcomes(runs["in node order"])
 
 
+@pytest.mark.like_plain
 @pytest.mark.parametrize(
     "name",
     [
@@ -143,18 +149,21 @@ def test_presets_train_on_their_own_paths(runs: Runs, name: str) -> None:
     assert (stats["gradient_error"] is None) == (config.gradients is None)
 
 
+@pytest.mark.like_plain
 def test_qw_sends_the_weights_themselves_and_loses_their_precision(runs: Runs) -> None:
     direct, difference = runs["qw"][0].stats, runs["qwd"][0].stats
     assert direct["last_step"]["inter_bytes"] == difference["last_step"]["inter_bytes"]
     assert direct["weight_drift"] > 10 * difference["weight_drift"]
 
 
+@pytest.mark.like_plain
 def test_all_back_ends_give_the_same_losses(runs: Runs) -> None:
     pytest.importorskip("numba")
     kernels = run_ranks(train_with, 4, SDP4BitConfig(), 2, STEPS, backend="numba")
     assert outcomes(kernels) == outcomes(runs["sdp4bit"])
 
 
+@pytest.mark.like_plain
 def test_full_and_node_replicas_give_equal_losses(runs: Runs) -> None:
     assert outcomes(runs["full"]) == outcomes(runs["sdp4bit"])
     for outcome in runs["full"] + runs["sdp4bit"]:

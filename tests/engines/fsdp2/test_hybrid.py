@@ -140,6 +140,7 @@ def check_bytes(placement: str, inter_bits: float) -> None:
     assert run.comm.audit()
 
 
+@pytest.mark.like_plain
 @pytest.mark.parametrize(
     "placement",
     [
@@ -161,6 +162,7 @@ def test_replicas_stay_equal_and_train_as_with_plain_fsdp2(placement: str) -> No
         check_bytes(placement, bits)
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(6, timeout=280.0)
 def test_three_replicas_stay_equal_and_train_as_with_plain_fsdp2() -> None:
@@ -244,6 +246,7 @@ def check_resume() -> None:
     resumed.check_replicas()
 
 
+@pytest.mark.like_plain
 @on_ranks(4, timeout=400.0)
 def test_accumulation_clipping_and_resume() -> None:
     assert_close_to_plain(accumulating, checks=[(IDENTITY, assert_equal)], harmless=mutations.WEIGHTS)

@@ -26,6 +26,8 @@ from tests.toy import (
     train,
 )
 
+pytestmark = pytest.mark.gloo
+
 
 def compare(topology: tuple[int, int], levels: str) -> list[int]:
     """With the identity, training equals a plain reduction in the same order; quantized it is close to it."""

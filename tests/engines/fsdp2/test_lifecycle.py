@@ -32,6 +32,8 @@ from tests.ranks import on_ranks, run_ranks
 from tests.tables import explained
 from tests.toy import LOSSLESS, QUANTIZED, Run, ToyGPT, adamw, assert_close_to_plain, build, shard
 
+pytestmark = pytest.mark.gloo
+
 
 def materializing(config: SDP4BitConfig | None) -> list[float]:
     """The model is attached while it has no storage; then its parameters get another type."""
@@ -49,6 +51,7 @@ def materializing(config: SDP4BitConfig | None) -> list[float]:
     return run.train(2).finish()
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_models_may_be_attached_without_storage_and_converted_later() -> None:
     assert_close_to_plain(materializing)

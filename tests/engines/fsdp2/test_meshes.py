@@ -49,6 +49,7 @@ def training(
         return run.train(1).finish()
 
 
+@pytest.mark.like_plain
 @on_ranks(4, timeout=LIMIT)
 def test_every_group_sends_over_its_own_mesh_what_the_planner_says() -> None:
     assert_variants_equal(training, (ACROSS, False), (ACROSS, True))
@@ -110,6 +111,7 @@ def test_groups_that_gain_nothing_are_left_to_fsdp2_with_the_reason() -> None:
     assert {name for name, pair in skipped.items() if pair == ("skipped",) * 2} == set(NAMES[3:])
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(4, timeout=LIMIT)
 def test_experts_inside_a_node_and_alone_train_as_with_plain_fsdp2() -> None:
@@ -117,6 +119,7 @@ def test_experts_inside_a_node_and_alone_train_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(training, ALONE)
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(4, timeout=LIMIT)
 def test_groups_on_hybrid_meshes_of_one_record_all_reduce_for_themselves() -> None:

@@ -97,6 +97,7 @@ def train(config: SDP4BitConfig | None, loop: str, changes: dict[str, Any]) -> l
     return run.finish()
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_identity_equals_plain_fsdp2() -> None:
     for loop in LOOPS:
@@ -105,6 +106,7 @@ def test_identity_equals_plain_fsdp2() -> None:
     assert_close_to_plain(train, "micro-batches", {"reduce_dtype": None}, checks=EXACT)
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_quantized_training_is_close_to_plain_fsdp2() -> None:
     assert_close_to_plain(train, "steps", {})
@@ -120,6 +122,7 @@ def replicated(config: SDP4BitConfig | None) -> list[float]:
     return run.finish()
 
 
+@pytest.mark.like_plain
 @on_ranks(4)
 def test_replicas_accumulate_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(replicated, checks=EXACT)
@@ -155,6 +158,7 @@ def narrow(config: SDP4BitConfig | None) -> list[float]:
     return run.train(2).finish()
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_rows_of_gradients_follow_the_order_of_fsdp2() -> None:
     assert_close_to_plain(narrow)

@@ -145,18 +145,21 @@ def tensor_parallel(config: SDP4BitConfig | None, topology: int, sequence: bool 
     return losses
 
 
+@pytest.mark.like_plain
 @on_ranks(4)
 def test_tensor_parallelism_trains_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(tensor_parallel, 2, checks=CHECKS)
     assert_equal(tensor_parallel(IDENTITY, 4), tensor_parallel(None, 2))
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(4)
 def test_sequence_parallelism_trains_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(tensor_parallel, 2, True)
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(4)
 def test_tensor_parallelism_over_replicas_trains_as_with_plain_fsdp2() -> None:
@@ -337,6 +340,7 @@ def pipelined(config: SDP4BitConfig | None) -> list[float]:
     return Result(everybody[2 + mesh.get_local_rank("dp")], gradients)
 
 
+@pytest.mark.like_plain
 @on_ranks(4)
 def test_pipeline_stages_train_as_with_plain_fsdp2() -> None:
     assert_close_to_plain(two_roots, checks=[(IDENTITY, assert_equal)], harmless=[mutations.TWICE])

@@ -35,6 +35,7 @@ def test_the_report_counts_what_passes_plain_and_says_why_the_rest_fails_attache
     ]
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_tests_run_on_processes_and_threads_with_the_library_attached_to_every_root(tmp_path: Path) -> None:
     pytest.importorskip("expecttest", reason="PyTorch's own test cases need it")

@@ -27,6 +27,8 @@ from tests.ranks import first_rank_warns, on_ranks, run_ranks
 from tests.tables import flat
 from tests.toy import LOSSLESS, POLICY, QUANTIZED, Run, data_mesh
 
+pytestmark = pytest.mark.gloo
+
 WEIGHTS_ONLY = SDP4BitConfig(gradients=None)
 TRAINS = pytest.mark.skipif(
     torch.__version__ < "2.10", reason="losses of these subclasses are NaN under plain FSDP2 of torch 2.9"
@@ -53,12 +55,14 @@ def training(config: SDP4BitConfig | None, hybrid: bool) -> list[float]:
     return run.finish()
 
 
+@pytest.mark.like_plain
 @TRAINS
 @on_ranks(4)
 def test_high_precision_gathers_are_served_from_the_replica() -> None:
     toy.assert_close_to_plain(training, False)
 
 
+@pytest.mark.like_plain
 @TRAINS
 @pytest.mark.slow
 @on_ranks(4)
@@ -219,6 +223,7 @@ def in_fp8(config: SDP4BitConfig | None) -> list[float]:
     return result
 
 
+@pytest.mark.like_plain
 @on_ranks(4)
 def test_fp8_gathers_stay_with_fsdp2() -> None:
     # Embeddings alone come from a replica: a message of theirs that is applied twice shows too little.

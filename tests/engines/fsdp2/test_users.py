@@ -95,6 +95,7 @@ def assert_only_trainable_parameters_are_sent(run: Run) -> None:
             assert counter.last_step.inter_bytes == sum(each.inter_bytes for each in planned)
 
 
+@pytest.mark.like_plain
 @on_ranks(4)
 def test_frozen_parameters_are_not_sent_until_they_train() -> None:
     assert_close_to_plain(adapting)
@@ -175,6 +176,7 @@ def visiting(config: SDP4BitConfig | None) -> list[float]:
     return run.finish()
 
 
+@pytest.mark.like_plain
 @on_ranks(4)
 def test_groups_of_every_kind_train_as_with_plain_fsdp2() -> None:
     # Embeddings of size 1, tied to the output, give losses of 9 to 14, which rounding moves further.
@@ -253,6 +255,7 @@ def descending(config: SDP4BitConfig | None, marks: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_optimizers_may_come_late_change_be_wrapped_or_written_by_hand() -> None:
     exact = [(IDENTITY, assert_equal)]
@@ -263,6 +266,7 @@ def test_optimizers_may_come_late_change_be_wrapped_or_written_by_hand() -> None
     assert_close_to_plain(descending, False, checks=exact, harmless=[mutations.TWICE])
 
 
+@pytest.mark.like_plain
 @pytest.mark.slow
 @on_ranks(2)
 def test_steps_of_muon_are_noticed() -> None:
@@ -352,6 +356,7 @@ def mixing(config: SDP4BitConfig | None) -> list[float]:
     return losses
 
 
+@pytest.mark.like_plain
 @pytest.mark.skipif(torch.__version__ < "2.10", reason="FSDP2 of torch 2.9 takes no integer parameters")
 @on_ranks(4)
 def test_groups_of_mixed_types_train_as_with_plain_fsdp2() -> None:
@@ -377,6 +382,7 @@ def resharding(config: SDP4BitConfig | None, topology: int) -> list[float]:
     return losses
 
 
+@pytest.mark.like_plain
 @on_ranks(4)
 def test_an_int_reshard_after_forward_trains_as_with_plain_fsdp2() -> None:
     # Without a replica nothing that breaks the refreshes matters.

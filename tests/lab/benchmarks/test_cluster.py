@@ -65,6 +65,7 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 # -- network -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.gloo
 @needs_namespaces
 def test_nodes_reach_each_other_at_the_rate_and_their_bytes_are_counted() -> None:
     program = """
@@ -101,6 +102,7 @@ else:
     assert float(seconds) > 0.9 * 8 * (2_000_000 - 128 * 1024) / 40e6
 
 
+@pytest.mark.gloo
 @needs_namespaces
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_network_is_removed_when_its_owner_is_killed(how: signal.Signals) -> None:
@@ -116,6 +118,7 @@ def test_a_network_is_removed_when_its_owner_is_killed(how: signal.Signals) -> N
     assert wait_until(lambda: not cluster_network.process_status(int(sleeper)))
 
 
+@pytest.mark.gloo
 @needs_namespaces
 def test_the_next_network_removes_what_a_killed_watchdog_left() -> None:
     ended = subprocess.Popen(["true"])
@@ -141,6 +144,7 @@ def test_rates_are_decimal_and_others_are_refused() -> None:
             rate_in_bits(rate)
 
 
+@pytest.mark.gloo
 def test_impossible_settings_and_missing_rights_end_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +158,7 @@ def test_impossible_settings_and_missing_rights_end_the_command(
         assert reason in capsys.readouterr().err
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("namespaces_missing", "per_node", "text"),
     [
@@ -205,6 +210,7 @@ def test_only_strategies_that_differ_run_by_default() -> None:
     assert every == list(STRATEGIES)
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(("layout", "names"), [(ONE_PER_NODE, None), (TWO_PER_NODE, ["fsdp2", *LEVELS])])
 def test_every_strategy_trains_the_same_model(layout: Cluster, names: list[str] | None) -> None:
     names = names or strategies_for(layout)
@@ -222,6 +228,7 @@ def test_every_strategy_trains_the_same_model(layout: Cluster, names: list[str] 
         assert first["fair"] == first["fsdp2"] and first["sdp4bit-4chunks"] == first["sdp4bit"]
 
 
+@pytest.mark.gloo
 def test_a_deferred_all_reduce_trains_like_one_per_micro_batch() -> None:
     names = ["hsdp-bf16", "hsdp-sdp4bit", *DEFERRED]
     first, *others = run_ranks(train, 4, names, TWO_PER_NODE, 2, timeout=240.0)
@@ -251,6 +258,7 @@ def summary(*samples: Sample) -> dict[str, Any]:
     return cluster_report.summarize(samples, cluster=ONE_PER_NODE, parameters=1, arguments=[])
 
 
+@pytest.mark.gloo
 def test_rows_hold_medians_and_ratios_are_those_of_one_round(tmp_path: Path, capsys: Any) -> None:
     # The second round is disturbed; its ratio is not.
     samples = [sample("fair", s, i) for i, s in enumerate([4.0, 12.0, 5.0])]
@@ -277,6 +285,7 @@ def test_rows_hold_medians_and_ratios_are_those_of_one_round(tmp_path: Path, cap
     assert "the runs differ in nodes" in capsys.readouterr().err
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("reported", "sent", "agrees"),
     [
@@ -292,6 +301,7 @@ def test_bytes_agree_within_headers_and_barriers(reported: float, sent: float, a
     assert row["bytes_agree"] is agrees
 
 
+@pytest.mark.gloo
 def test_the_transport_and_the_sharing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     described = {**cluster_report.kernels.describe_machine(), "gpu": "H100"}
     monkeypatch.setattr(cluster_report.kernels, "describe_machine", lambda: described)
@@ -305,6 +315,7 @@ def test_the_transport_and_the_sharing_are_named(monkeypatch: pytest.MonkeyPatch
     assert [gpu[name] for name in names] == [label, "nccl", "cuda", 4, "ranks run under MPS"]
 
 
+@pytest.mark.gloo
 @needs_namespaces
 def test_a_deferred_all_reduce_of_two_micro_batches_sends_half(tmp_path: Path) -> None:
     strategies = ["hsdp-bf16", "hsdp-bf16-deferred"]
@@ -325,6 +336,7 @@ def test_a_deferred_all_reduce_of_two_micro_batches_sends_half(tmp_path: Path) -
     assert rows[strategies[1]]["loss"] == pytest.approx(rows[strategies[0]]["loss"], abs=0.01)
 
 
+@pytest.mark.gloo
 @needs_namespaces
 def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
     before = namespaces()

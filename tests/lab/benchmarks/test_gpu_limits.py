@@ -84,6 +84,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
     return run
 
 
+@pytest.mark.gloo
 def test_limiters(report: Callable[..., tuple[Any, Path]]) -> None:
     code, file = report(_SAMPLE, sizes=_SIZES)
     assert code == 0
@@ -95,11 +96,13 @@ def test_limiters(report: Callable[..., tuple[Any, Path]]) -> None:
     assert "| hadamard_quantize | 1200.0 | 75 | XU |" in kernels_section("Limits", written)
 
 
+@pytest.mark.gloo
 def test_only_slow_operators(report: Callable[..., tuple[Any, Path]]) -> None:
     _, file = report(_SAMPLE, sizes=_SIZES, more=("--below", "90"))
     assert [row[0] for row in json.loads(file.read_text())["rows"]] == ["hadamard_quantize"]
 
 
+@pytest.mark.gloo
 def test_an_unknown_metric_is_left_out(report: Callable[..., tuple[Any, Path]], tmp_path: Path) -> None:
     base = UNITS["FMA heavy"]
     code, file = report(f"==ERROR== Failed to find metric regex:^{base}\\.avg$\n", _SAMPLE, sizes=_SIZES)
@@ -109,6 +112,7 @@ def test_an_unknown_metric_is_left_out(report: Callable[..., tuple[Any, Path]], 
     assert {row[COLUMNS.index("FMA heavy, %")] for row in json.loads(file.read_text())["rows"]} == {None}
 
 
+@pytest.mark.gloo
 def test_no_permission(report: Callable[..., tuple[Any, Path]], capsys: pytest.CaptureFixture[str]) -> None:
     said = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access the counters"
     code, file = report(f"==PROF== Connected\n==ERROR== something before\n{said}\n", sizes=_SIZES)
@@ -117,6 +121,7 @@ def test_no_permission(report: Callable[..., tuple[Any, Path]], capsys: pytest.C
     assert capsys.readouterr().out == f"skipped: ncu may not read the counters of this GPU: {said}\n"
 
 
+@pytest.mark.gloo
 def test_no_ncu(report: Callable[..., tuple[Any, Path]], capsys: pytest.CaptureFixture[str]) -> None:
     if Path("/usr/local/cuda/bin/ncu").exists():
         pytest.skip("this machine has Nsight Compute in the place of CUDA")
@@ -125,6 +130,7 @@ def test_no_ncu(report: Callable[..., tuple[Any, Path]], capsys: pytest.CaptureF
     assert "ncu of Nsight Compute is not in PATH" in capsys.readouterr().out
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [

@@ -36,6 +36,7 @@ def _report(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("command", "seconds", "result", "last"),
     [
@@ -57,6 +58,7 @@ def test_outcome_of_a_part(command: list[str], seconds: int, result: str, last: 
         assert last in outcome["output"][-1]
 
 
+@pytest.mark.gloo
 def test_a_part_writes_beside_the_report(tmp_path: Path) -> None:
     """Launches and host time are measured on the CPU too; without a GPU there are no launches to count."""
     done = _report("try", "--parts", "profile", out=tmp_path)
@@ -71,6 +73,7 @@ def test_a_part_writes_beside_the_report(tmp_path: Path) -> None:
     assert profile["sdp4bit"]["launches"] is None
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_all_parts_on_a_cpu(tmp_path: Path) -> None:
     done = _report("try", out=tmp_path)
@@ -83,6 +86,7 @@ def test_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert files == {"report", *results}
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -139,6 +143,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
     return report
 
 
+@pytest.mark.gloo
 def test_a_first_word_selects_several_parts(started: Callable[..., tuple[Started, Any, Any]]) -> None:
     calls, written, code = started("--parts", "nccl")
     assert [name for name, _ in calls] == list(written) == NCCL and not code
@@ -147,6 +152,7 @@ def test_a_first_word_selects_several_parts(started: Callable[..., tuple[Started
     assert [name for name, _ in calls] == ["nccl-2x2", "kernels"]
 
 
+@pytest.mark.gloo
 def test_the_total_time_ends_later_parts(started: Callable[..., tuple[Started, Any, Any]]) -> None:
     calls, written, code = started("--parts", "nccl", "--seconds", "304")
     assert calls == list(zip(NCCL, (304.0, 204.0, 104.0), strict=False))
@@ -170,6 +176,7 @@ in_the_parent()
 """
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("own", [True, False], ids=["its limit", "the total"])
 def test_a_part_that_hangs_leaves_its_stacks_and_no_process(
     own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,6 +196,7 @@ def test_a_part_that_hangs_leaves_its_stacks_and_no_process(
         time.sleep(0.05)
 
 
+@pytest.mark.gloo
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_ranks_that_share_a_gpu_are_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     names = ["nccl-collectives", "nccl-2x1", "nccl-no-mps", "nccl-deterministic"]
@@ -249,12 +257,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, s
     return report
 
 
+@pytest.mark.gloo
 def test_parts_of_earlier_calls_are_kept_unless_all_are_wanted(machine: Callable[..., Any]) -> None:
     assert machine("H200", "tests,kernels") == {"tests": 0, "kernels": 0}
     assert machine("H200", "kernels,profile") == {"tests": 0, "kernels": 1, "profile": 1}
     assert set(machine("H200", "").values()) == {2}
 
 
+@pytest.mark.gloo
 def test_the_report_of_another_gpu_is_not_continued(
     machine: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +300,7 @@ print({(a[0] >= b[0], 2 * a[1] <= b[1]) for a, b in pairs}, any(a[0] > b[0] for 
 """
 
 
+@pytest.mark.gloo
 def test_settings_of_the_kernels_are_varied_and_restored() -> None:
     """In Triton's interpreter: the settings reach each launch."""
     done = subprocess.run(

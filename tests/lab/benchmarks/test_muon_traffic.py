@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.muon_traffic import FLAT, HYBRID, VIEWS, meshes, node_views, step_muon, trace
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gloo
 
 SHAPE, PER_NODE = (64, 16), 2
 

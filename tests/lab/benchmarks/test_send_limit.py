@@ -122,6 +122,7 @@ def fill_bucket(child: Child, senders: LimitedSenders) -> None:
     senders.set_rate(TINY)
 
 
+@pytest.mark.gloo
 @needs_compiler
 def test_every_byte_over_tcp_is_counted_for_its_node(senders: LimitedSenders) -> None:
     children = [Child(senders, node) for node in range(2)]
@@ -140,6 +141,7 @@ def test_every_byte_over_tcp_is_counted_for_its_node(senders: LimitedSenders) ->
     assert senders.address(1) == "127.0.0.1"
 
 
+@pytest.mark.gloo
 @needs_compiler
 def test_a_nonblocking_socket_gets_a_part_within_the_burst_and_then_none(senders: LimitedSenders) -> None:
     child = Child(senders, 0)
@@ -158,6 +160,7 @@ def test_a_nonblocking_socket_gets_a_part_within_the_burst_and_then_none(senders
     assert isinstance(child.ask("send(1 << 20)"), int)
 
 
+@pytest.mark.gloo
 @needs_compiler
 def test_a_blocking_socket_waits_and_its_message_arrives_complete(senders: LimitedSenders) -> None:
     child = Child(senders, 0)
@@ -168,6 +171,7 @@ def test_a_blocking_socket_waits_and_its_message_arrives_complete(senders: Limit
     assert child.ask("end()") == 2048 + 2 * BURST
 
 
+@pytest.mark.gloo
 @needs_compiler
 def test_datagrams_local_sockets_and_control_messages_pass(senders: LimitedSenders) -> None:
     child = Child(senders, 0)
@@ -180,6 +184,7 @@ def test_datagrams_local_sockets_and_control_messages_pass(senders: LimitedSende
     assert senders.sent_bytes() == [50 * 1023, 0]
 
 
+@pytest.mark.gloo
 @needs_compiler
 def test_no_process_outlives_its_owner() -> None:
     """A rank that waits in a collective does not see that its input has ended."""
@@ -208,6 +213,7 @@ def test_reasons_against_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert reason_against_limit(1) == "limiting send() instead needs a C compiler, cc"
 
 
+@pytest.mark.gloo
 def test_an_error_of_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\necho no headers >&2\nexit 1\n")

@@ -70,6 +70,7 @@ def collected(folder: Path, *, spike: tuple[Any, ...] = ()) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.gloo
 def test_finished_runs_become_losses_with_intervals(tmp_path: Path) -> None:
     (loss,) = loss_tables.losses(collected(tmp_path))
     assert (loss.strategy, loss.seeds, loss.verdict) == ("sdp4bit", 3, "not significantly different")
@@ -79,6 +80,7 @@ def test_finished_runs_become_losses_with_intervals(tmp_path: Path) -> None:
     assert loss.bytes == (4 / 8 + 2 / 128) + (3 / 8 + 2 / 128)
 
 
+@pytest.mark.gloo
 def test_losses_by_number_of_nodes(tmp_path: Path) -> None:
     """Each number of nodes has its own baseline; the prediction grows as (n - 1) / n."""
     for count in (8, 2):
@@ -114,6 +116,7 @@ def test_losses_by_number_of_nodes(tmp_path: Path) -> None:
     loss_tables.draw_nodes(result, tmp_path / "nodes.png", digest="d")
 
 
+@pytest.mark.gloo
 def test_nodes_of_several_ranks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = finished("baseline", 1, 5.0)
     run.settings["parallel"] = {"ranks_per_node": 2, "simulated_ranks": 4}
@@ -123,6 +126,7 @@ def test_nodes_of_several_ranks_are_refused(tmp_path: Path, capsys: pytest.Captu
     assert "2 ranks per node instead of 1" in capsys.readouterr().err
 
 
+@pytest.mark.gloo
 def test_an_unstable_baseline_is_named(tmp_path: Path) -> None:
     """With four seeds, one of them unstable, the table has the mean of the others as well."""
     result = collected(tmp_path, spike=((1, 20.0, 1.0),))
@@ -132,6 +136,7 @@ def test_an_unstable_baseline_is_named(tmp_path: Path) -> None:
     assert f"{percent(0.225)} |" in text and f"{percent((0.2 + 0.3 + 0.3) / 3)} (" in text
 
 
+@pytest.mark.gloo
 def test_a_run_with_several_evaluations_shows_the_difference_after_each(tmp_path: Path) -> None:
     result = collected(tmp_path)
     assert loss_tables.steps_table(result) == ""
@@ -142,6 +147,7 @@ def test_a_run_with_several_evaluations_shows_the_difference_after_each(tmp_path
     assert [row[: len(start)] for row, start in zip(rows[2:-1], starts, strict=True)] == starts
 
 
+@pytest.mark.gloo
 def test_fewer_than_three_seeds_are_left_out(tmp_path: Path) -> None:
     result = collected(tmp_path)
     result["runs"] = [run for run in result["runs"] if run["seed"] < 3]
@@ -181,6 +187,7 @@ def cluster_runs(folder: Path, *, seconds: dict[str, float]) -> None:
         (folder / f"2x1-{number}.json").write_text(json.dumps(content))
 
 
+@pytest.mark.gloo
 def test_runs_of_the_cluster_become_a_table_and_a_figure(tmp_path: Path) -> None:
     cluster_runs(tmp_path, seconds={"fair": 4.0, "fair-bf16": 3.0, "sdp4bit": 1.0})
     (result,) = speed_tables.cluster_results(tmp_path)

@@ -10,6 +10,7 @@ from benchmarks import walk
 from tests.ranks import run_ranks
 
 
+@pytest.mark.gloo
 def test_the_page_names_the_functions_of_a_step() -> None:
     trace, *_ = run_ranks(walk.traced_step, walk.RANKS, backend="auto")
     written = walk.PAGE.read_text(encoding="utf-8")

@@ -16,6 +16,8 @@ import pytest
 
 from tests import ROOT
 
+pytestmark = pytest.mark.gloo
+
 PROGRAM = """
 import os, sys, time
 from sdp4bit_lab.common import progress

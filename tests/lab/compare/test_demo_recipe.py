@@ -16,6 +16,8 @@ from sdp4bit_lab.pretrain.trainer import build_run
 from tests.lab.pretrain.tiny_runs import this_rank
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.gloo
+
 STEPS = 15
 """Unstable recipes have had their first spike between steps 10 and 15, while the learning rate rises."""
 

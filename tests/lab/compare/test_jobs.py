@@ -10,6 +10,8 @@ import pytest
 
 from tests.lab.common.launch.started_ranks import COMMAND, Process, outcome_of, wait_for_lines
 
+pytestmark = pytest.mark.gloo
+
 COMPARE = [
     *(*COMMAND, "compare", "--simulated-ranks", "2", "--ranks-per-node", "1", "--mock-data"),
     *("--vocab-size", "300", "--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"),

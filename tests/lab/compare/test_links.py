@@ -48,6 +48,7 @@ def exchange(out: Path, *, ranks: Ranks) -> None:
         out.write_text(" ".join(map(str, seconds)))
 
 
+@pytest.mark.gloo
 @pytest.mark.skipif(reason_against_link() != "", reason="needs root and iproute2")
 def test_the_link_between_the_nodes_has_the_rate_and_is_gone_afterwards(tmp_path: Path) -> None:
     with linked_nodes() as link:

@@ -90,6 +90,7 @@ def count(per_node: int) -> dict[str, tuple[float, ...]]:
     return {**counted, "replica": (sum(group.weights.replica.rows.nbytes for group in comm.groups),)}
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2)])
 def test_planned_bytes_are_those_of_a_run(nodes: int, per_node: int) -> None:
     grid = Grid(nodes=nodes, ranks_per_node=per_node)

@@ -42,6 +42,7 @@ def run_probe(config: ProbeConfig) -> tuple[dict[str, Any], int]:
         return probe(config, ranks=this_rank()), sent
 
 
+@pytest.mark.gloo
 def test_timed_exchanges_send_the_counted_bytes(tmp_path: Path) -> None:
     config = small(tmp_path / "probe.json", ranks_per_node=2)
     results = run_ranks(run_probe, 4, config)
@@ -71,6 +72,7 @@ def probe_and_expect_refusal(config: ProbeConfig) -> str:
     return str(error.value)
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -111,6 +113,7 @@ def test_the_spread_is_shown_and_a_node_that_is_slower_inside_is_pointed_out(int
     assert (warning in text) == (intra_seconds > 1e-5)
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_the_command_starts_ranks_and_the_planner_reads_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -25,6 +25,8 @@ from tests.lab.pretrain.saved_runs import TENSORS, flip_bit
 from tests.lab.pretrain.tiny_runs import small, this_rank
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.gloo
+
 Case = Callable[[PretrainConfig, Path], PretrainConfig]
 
 

@@ -29,6 +29,8 @@ from tests.lab.pretrain.saved_runs import names
 from tests.lab.pretrain.tiny_runs import losses, small, this_rank, train_here, write_text
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.gloo
+
 LIMIT = 200.0
 
 

@@ -46,6 +46,7 @@ def attach_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
+@pytest.mark.gloo
 def test_a_checkpoint_has_checksums_and_is_read_by_safetensors(tmp_path):
     with one_rank():
         path = save_step(tmp_path, 7, attach=attach_tokenizer)
@@ -277,6 +278,7 @@ def test_a_tampered_checkpoint_executes_nothing(tamper, message, tmp_path):
         assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.gloo
 def test_a_checkpoint_of_an_older_version_is_refused_until_it_is_converted_as_documented(tmp_path):
     """Saved as before: one pickle of torch per rank, and another one for the places of the tensors."""
     with one_rank():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch.distributed as dist
 
 from sdp4bit_lab.pretrain import loop
@@ -12,6 +13,8 @@ from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from sdp4bit_lab.pretrain.trainer import pretrain
 from tests.lab.pretrain.tiny_runs import small, this_rank
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gloo
 
 COMPILED = 1e6
 """Seconds that one rank claims to have compiled in its first step."""

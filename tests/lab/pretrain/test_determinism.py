@@ -30,6 +30,8 @@ from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from tests.lab.pretrain.tiny_runs import small, train_here, write_text
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.gloo
+
 STEPS = 2
 
 

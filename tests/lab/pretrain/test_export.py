@@ -146,6 +146,7 @@ def test_an_exported_model_is_theirs(transformers, tmp_path):
     assert again(sentence)["input_ids"] == tokenizer(sentence)["input_ids"]
 
 
+@pytest.mark.gloo
 def test_the_command_exports_a_trained_model_and_names_what_is_in_the_way(tmp_path, capsys):
     text = write_text(tmp_path / "text.txt")
     run = small(text, tmp_path / "run", parallel=ParallelConfig())

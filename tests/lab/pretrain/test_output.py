@@ -6,6 +6,7 @@ import io
 import re
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
@@ -14,6 +15,8 @@ from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.trainer import pretrain
 from tests.lab.pretrain.tiny_runs import small, this_rank
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gloo
 
 
 def outputs(configs, parts):

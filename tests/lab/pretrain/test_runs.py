@@ -25,6 +25,8 @@ from sdp4bit_lab.pretrain.config.pretrain import ModelConfig, OptimizerConfig
 from tests.lab.pretrain.tiny_runs import command_line, read_log, small, this_rank, train_here
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.gloo
+
 
 def test_the_command_line_trains_on_two_processes(text, tmp_path):
     done = command_line(

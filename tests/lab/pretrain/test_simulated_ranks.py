@@ -118,6 +118,7 @@ def four_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
     ]
 
 
+@pytest.mark.gloo
 def test_runs_of_four_ranks_are_repeated_bit_for_bit(text: Path, tmp_path: Path) -> None:
     """With accumulation, dropout and a resume: losses, norms, bytes; weights, optimizer states, replicas."""
     configs = four_ranks(text, tmp_path)
@@ -147,6 +148,7 @@ def two_ranks(text: Path, folder: Path) -> list[PretrainConfig]:
     ]
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_runs_of_two_ranks_with_full_precision_sums_are_repeated_bit_for_bit(
     text: Path, tmp_path: Path
@@ -162,6 +164,7 @@ def rows_of_fsdp(config: PretrainConfig) -> list[tuple[str, int, list[tuple[str,
     return [(g.name, g.shard_numel, [(s.name, s.start, s.end) for s in g.params]) for g in groups]
 
 
+@pytest.mark.gloo
 def test_rows_are_those_of_fsdp(text: Path, tmp_path: Path) -> None:
     """Of sizes that three ranks do not divide."""
     config = small(text, tmp_path, model=ModelConfig(layers=3, hidden=40, heads=2))
@@ -202,6 +205,7 @@ def resume_elsewhere(config: PretrainConfig, message: str) -> list[float]:
     return [step.loss for step in result.steps]
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_a_real_run_continues_a_simulated_one_and_the_other_way_round(text: Path, tmp_path: Path) -> None:
     """The same weights and optimizer states, so nearly the same losses; replicas are refreshed."""

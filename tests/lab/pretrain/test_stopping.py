@@ -67,6 +67,7 @@ def reasons() -> list[str | None]:
     return found
 
 
+@pytest.mark.gloo
 def test_one_rank_s_reason_to_leave_is_every_rank_s():
     outcomes = run_ranks(reasons, 2, timeout=60)
     assert [found[0] for found in outcomes] == [None, None]
@@ -76,6 +77,7 @@ def test_one_rank_s_reason_to_leave_is_every_rank_s():
     assert [found[4:] for found in outcomes] == [[None, "SIGUSR1", "SIGUSR1", None]] * 2
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_a_run_left_at_an_interval_resumes_to_the_same_losses(text, tmp_path):
     whole = small(text, tmp_path / "whole", parallel=ParallelConfig(ranks_per_node=1))
@@ -100,6 +102,7 @@ def test_a_run_left_at_an_interval_resumes_to_the_same_losses(text, tmp_path):
     assert places[0] == places[1]
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_a_signal_to_the_command_saves_and_leaves(text, tmp_path):
     out, saved = tmp_path / "run", tmp_path / "checkpoints"

@@ -27,7 +27,10 @@ from tests.lab.report.written_runs import (
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((path for path in map(shutil.which, NAMES) if path is not None), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(NAMES)} is on the path")
+pytestmark = [
+    pytest.mark.ecosystem,
+    pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(NAMES)} is on the path"),
+]
 
 # Runs at the end of a copy of the page and writes its result into the page, which is then dumped.
 EXAMINE = """{

@@ -112,6 +112,7 @@ def test_a_run_without_steps_has_a_page(tmp_path):
     assert "No step has finished." in page
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_a_real_run_is_shown(text, tmp_path):
     config = small(text, tmp_path / "run")

@@ -53,6 +53,7 @@ def run_without(packages: set[str], folder: Path, *arguments: str) -> subprocess
     )
 
 
+@pytest.mark.gloo
 def test_the_self_test_runs_with_torch_and_numpy_alone(tmp_path: Path) -> None:
     path = tmp_path / "selftest.json"
     done = run_without(
@@ -70,6 +71,7 @@ def test_the_self_test_runs_with_torch_and_numpy_alone(tmp_path: Path) -> None:
     assert "training        passed" in done.stdout and "Result: all checks passed" in done.stdout
 
 
+@pytest.mark.gloo
 def test_help_of_the_self_test_and_of_the_program_needs_nothing_else(tmp_path: Path) -> None:
     for arguments in (["--help"], ["selftest", "--help"]):
         done = run_without(EXTRA | OTHERS, tmp_path, *arguments)
@@ -78,6 +80,7 @@ def test_help_of_the_self_test_and_of_the_program_needs_nothing_else(tmp_path: P
     assert done.stdout == usual.stdout
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_starts_with_the_packages_that_it_asks_for_and_names_those_it_lacks(
     name: str, tmp_path: Path
@@ -97,6 +100,7 @@ def test_commands_ask_together_for_what_the_extra_installs() -> None:
     assert asked == (EXTRA if sys.version_info < (3, 11) else EXTRA - {"tomli"})
 
 
+@pytest.mark.gloo
 def test_a_wrong_option_of_the_self_test_is_named(tmp_path: Path) -> None:
     for arguments, message in (
         (["--steps", "many"], "--steps many: an integer is expected"),

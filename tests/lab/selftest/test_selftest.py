@@ -56,6 +56,7 @@ def alone() -> Context:
 # -- the command ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_the_command_passes_here_and_writes_a_file_for_a_bug_report(tmp_path):
     path = tmp_path / "new" / "selftest.json"
@@ -88,6 +89,7 @@ def results_of_one_rank(checks: str) -> dict[str, Any]:
     return selftest(SelftestConfig(only=checks), ranks=this_rank())
 
 
+@pytest.mark.gloo
 def test_one_process_skips_what_needs_several():
     skipped = ("collectives", "exchanges", "streams", "training", "removal", "recommendation")
     (result,) = run_ranks(results_of_one_rank, 1, ",".join(("facts", *skipped)))
@@ -124,6 +126,7 @@ def failed_tests(path: str) -> tuple[list[list[dict[str, Any]]], int]:
     return outcomes, end.value.code
 
 
+@pytest.mark.gloo
 def test_a_failure_ends_the_test_on_all_ranks_with_the_way_to_repeat_it(tmp_path):
     path = tmp_path / "selftest.json"
     for ((outcome,), (unexpected,)), code in run_ranks(failed_tests, 2, path):
@@ -198,6 +201,7 @@ def failures_of_all_checks() -> tuple[str, str, str]:
     return exchange_with_other_random_bits_on_rank_1(), streams_that_change_a_loss(), broken
 
 
+@pytest.mark.gloo
 def test_other_random_bits_an_effect_of_delays_and_a_scaled_gradient_are_found():
     results = run_ranks(failures_of_all_checks, 2)
     assert "values differ from the simulated exchange: gradients, default" in results[0][0]
@@ -206,6 +210,7 @@ def test_other_random_bits_an_effect_of_delays_and_a_scaled_gradient_are_found()
         assert training != "none"
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_training_notices_broken_communication():
     failures = run_ranks(trained_with_mutations, 2, mutations.ALL, timeout=500)
@@ -273,6 +278,7 @@ def recommended_on_one_node() -> dict[str, Any]:
         return check_recommendation(context)
 
 
+@pytest.mark.gloo
 def test_on_one_node_each_rank_is_planned_as_a_node():
     found = run_ranks(recommended_on_one_node, 2)[0]
     assert found["topology"] == 1 and "enable it with topology=1" in found["recommendation"]

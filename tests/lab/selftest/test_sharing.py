@@ -40,6 +40,7 @@ from tests.ranks import fake_world, run_ranks
 # -- the command -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_ranks_that_share_a_device_pass_over_gloo(tmp_path: Path) -> None:
     path = tmp_path / "selftest.json"
@@ -77,6 +78,7 @@ def test_several_ranks_are_started_in_one_way(monkeypatch: pytest.MonkeyPatch) -
         SelftestConfig(share_gpu=4)
 
 
+@pytest.mark.gloo
 def test_without_a_gpu_the_command_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = command_line("selftest", "--share-gpu", "4")
@@ -101,6 +103,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
     return free
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("free", "advice"),
     [
@@ -119,6 +122,7 @@ def test_too_little_memory_is_named_with_numbers(
     assert str(error.value) == numbers + advice
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("printed", ["echo 4096", "echo no GPU; exit 6", "echo [N/A]"])
 def test_enough_or_unknown_memory_gives_every_rank_its_variables(
     memory: Callable[[str], Path],
@@ -138,6 +142,7 @@ def test_enough_or_unknown_memory_gives_every_rank_its_variables(
     assert capsys.readouterr().out == about
 
 
+@pytest.mark.gloo
 def test_a_cpu_needs_no_preparation() -> None:
     with shared_gpu(SelftestConfig(share_gpu=4, device="cpu")) as variables:
         assert variables is None
@@ -211,6 +216,7 @@ def outcomes_of_wrong_collectives() -> list[dict[str, Any]]:
     return outcomes
 
 
+@pytest.mark.gloo
 def test_a_wrong_value_of_any_collective_fails_on_all_ranks() -> None:
     for outcomes in run_ranks(outcomes_of_wrong_collectives, 2, timeout=120):
         *wrong, right = outcomes
@@ -252,6 +258,7 @@ def outcomes_of_removals() -> dict[str, dict[str, Any]]:
     return outcomes
 
 
+@pytest.mark.gloo
 def test_an_incomplete_or_wrong_removal_is_found() -> None:
     found = run_ranks(outcomes_of_removals, 2, timeout=240)
     for outcomes in found:

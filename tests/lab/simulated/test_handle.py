@@ -18,6 +18,7 @@ from sdp4bit import AlertConfig, AuditConfig, GradientConfig, SDP4BitConfig, Tel
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica, simulated_layout
 from sdp4bit_lab.simulated.communication import SimulatedCommHandle
 from sdp4bit_lab.simulated.rows import RowLayout
+from tests.rounding_keys import check_unique, drawn_keys
 from tests.tables import explained, flat
 
 WATCHED = replace(
@@ -123,3 +124,13 @@ def test_an_exception_leaves_what_was(target: Any, name: str, call: int) -> None
     handle.before_forward()
     assert all(map(torch.equal, main.parameters(), plain.parameters()))
     assert all(torch.equal(handle._held[each], expected._held[each]) for each in expected._held)
+
+
+def test_no_key_is_drawn_twice_by_simulated_ranks() -> None:
+    handle, main = attach(SDP4BitConfig())
+    with drawn_keys() as keys:
+        train(handle, main, steps=2)
+        other, main = attach(SDP4BitConfig())
+        other.load_state_dict(handle.state_dict())
+        train(other, main, steps=2)
+    check_unique(keys, at_least=30)

@@ -194,6 +194,7 @@ def outputs_of(
     return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
 
 
+@pytest.mark.gloo
 def test_ranks_without_local_numbers_count_those_of_their_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -206,6 +207,7 @@ def test_ranks_without_local_numbers_count_those_of_their_host() -> None:
     assert "ranks [(0, 2, 0, 2), (1, 2, 1, 2)]" in text
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("command", "launcher"),
     [

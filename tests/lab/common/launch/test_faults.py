@@ -66,6 +66,7 @@ def errors_of_all_kinds() -> list[str]:
     return messages
 
 
+@pytest.mark.gloo
 def test_an_error_on_one_rank_is_raised_on_all():
     results = run_ranks(errors_of_all_kinds, 2)
     assert (
@@ -106,6 +107,7 @@ def ends_of(config: PretrainConfig) -> tuple[str, str]:
         return diverged, end(config)
 
 
+@pytest.mark.gloo
 def test_a_divergence_and_a_full_disk_end_all_ranks_with_one_error(text, tmp_path):
     config = small(text, tmp_path, parallel=ParallelConfig(ranks_per_node=1))
     first, second = run_ranks(ends_of, 2, config)
@@ -120,6 +122,7 @@ def test_a_divergence_and_a_full_disk_end_all_ranks_with_one_error(text, tmp_pat
     assert losses(tmp_path).keys() == {("train", 1), ("train", 2)}
 
 
+@pytest.mark.gloo
 def test_a_job_on_one_machine_listens_on_loopback_alone():
     program = [sys.executable, "-m", "tests.lab.common.launch.launched_program", "addresses", "2"]
     code, output = outcome_of(program)
@@ -135,6 +138,7 @@ def test_a_rank_that_never_joins_is_an_exchange_error(monkeypatch):
         join_ranks(timeout=timedelta(seconds=1)).__enter__()
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_no_rank_outlives_the_killed_command(text, tmp_path):
     def kill_the_command(process: subprocess.Popen[str]) -> None:
@@ -147,6 +151,7 @@ def test_no_rank_outlives_the_killed_command(text, tmp_path):
     outcome_of([*PRETRAIN, *options(text, tmp_path)], kill_the_command)
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2])

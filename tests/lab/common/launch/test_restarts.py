@@ -102,6 +102,7 @@ def test_a_plan_holds_all_kinds_of_faults():
     assert {"forward", "exchange", "optimizer", "checkpoint write", "random"} <= phases
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_killed_under_torchrun_goes_on_by_itself_to_the_same_losses(tmp_path):

@@ -86,6 +86,7 @@ def is_set() -> list[str]:
 # -- the service -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.gloo
 def test_the_service_runs_once_and_only_inside_the_block(control: Callable[[str], Path]) -> None:
     log = control(SERVICE)
     with multi_process_service() as (runs, about):
@@ -98,6 +99,7 @@ def test_the_service_runs_once_and_only_inside_the_block(control: Callable[[str]
     assert is_set() == [] and not folder.exists()
 
 
+@pytest.mark.gloo
 def test_an_error_of_the_block_ends_the_service(control: Callable[[str], Path]) -> None:
     log = control(SERVICE)
     with pytest.raises(ZeroDivisionError), multi_process_service():
@@ -105,6 +107,7 @@ def test_an_error_of_the_block_ends_the_service(control: Callable[[str], Path]) 
     assert commands(log)[-1] == "quit -t 5" and is_set() == []
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("group", [False, True], ids=["process", "group"])
 def test_the_service_ends_when_its_user_is_killed(control: Callable[[str], Path], group: bool) -> None:
     log = control(SERVICE)
@@ -119,6 +122,7 @@ def test_the_service_ends_when_its_user_is_killed(control: Callable[[str], Path]
     assert ends(log), commands(log)
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("script", "problem"),
     [
@@ -140,6 +144,7 @@ def test_a_service_that_does_not_start_is_a_sentence(
     assert is_set() == []
 
 
+@pytest.mark.gloo
 def test_off_starts_nothing(control: Callable[[str], Path]) -> None:
     log = control(SERVICE)
     with multi_process_service("off") as (runs, about):
@@ -147,6 +152,7 @@ def test_off_starts_nothing(control: Callable[[str], Path]) -> None:
     assert commands(log) == [] and is_set() == []
 
 
+@pytest.mark.gloo
 def test_without_the_program_nothing_starts(
     control: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -155,6 +161,7 @@ def test_without_the_program_nothing_starts(
         assert not runs and about.startswith(f"no {CONTROL} here")
 
 
+@pytest.mark.gloo
 def test_a_running_service_is_used_and_not_stopped(
     control: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +217,7 @@ def report_variables(_: None, *, ranks: Ranks) -> None:
     sys.stdout.write(f"{found}\n")
 
 
+@pytest.mark.gloo
 def test_variables_reach_a_rank_before_it_imports_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STARTS],

@@ -29,6 +29,8 @@ from tests.lab.common.launch.started_ranks import (
 from tests.lab.pretrain.saved_runs import names
 from tests.lab.pretrain.tiny_runs import losses, write_text
 
+pytestmark = pytest.mark.gloo
+
 STEPS = 12
 # Never imported here: it changes what saves and trains in its process.
 SIGNALLED = [sys.executable, str(Path(__file__).with_name("signalled_command.py"))]

@@ -30,6 +30,8 @@ from tests.lab.common.launch.started_ranks import (
 from tests.lab.pretrain.saved_runs import names
 from tests.lab.pretrain.tiny_runs import losses
 
+pytestmark = pytest.mark.gloo
+
 STEPS = 12
 FAULTY = str(Path(__file__).with_name("faulty_command.py"))
 # Never imported here: it changes what trains in its process.

@@ -129,6 +129,7 @@ def test_the_program_lists_its_commands_and_version(capsys):
     assert "'pretrian' is not a command: did you mean pretrain?" in capsys.readouterr().err
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("text", ["ö", "\\udcc3"])
 def test_a_console_without_the_characters_of_a_path_shows_escapes(text):
     program = f"from sdp4bit_lab.cli import main; main(['--version']); print('{text}')"
@@ -147,6 +148,7 @@ def test_a_console_without_the_characters_of_a_path_shows_escapes(text):
     )
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("arguments", ["--help", "plan --help-all"])
 def test_a_reader_that_has_enough_ends_a_command_quietly(arguments):
     reader, writer = os.pipe()

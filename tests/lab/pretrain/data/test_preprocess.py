@@ -122,6 +122,7 @@ class TestCommand:
         lines = re.findall(r"^(\d+) documents, .* tokens, .*/s$", capsys.readouterr().err, re.M)
         assert [int(count) // 16 for count in lines] == [1, 2]
 
+    @pytest.mark.gloo
     def test_training_reads_what_it_wrote(self, vocabulary, tmp_path):
         run(vocabulary, write_lines(tmp_path / "x.jsonl", library_texts(20)), to=tmp_path / "x")
         data = DataConfig(
@@ -366,6 +367,7 @@ class TestInputs:
         assert [entry.name for entry in tmp_path.iterdir()] == ["x.jsonl"]
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("signal_number", "code"),
     [(signal.SIGKILL, -9), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],

@@ -131,6 +131,7 @@ class TestSampleIndex:
             positions = epoch.starts[theirs[:, 0]] + theirs[:, 1]
             assert positions.tolist() == [9 * number for number in range(len(epoch.samples) + 1)]
 
+    @pytest.mark.gloo
     def test_an_order_kept_on_disk_is_the_same(self, tmp_path, monkeypatch):
         split = open_split(counting_corpus(tmp_path / "x", documents=60))
         in_memory = split.samples(sequence_length=7, seed=5).rows(range(200))
@@ -379,6 +380,7 @@ def open_and_report(config: DataConfig, other: DataConfig) -> list[str]:
     return found
 
 
+@pytest.mark.gloo
 def test_nodes_that_read_other_files_are_an_error_on_all_ranks(tmp_path):
     a = counting_corpus(tmp_path / "a", documents=50, seed=1)
     b = counting_corpus(tmp_path / "b", documents=50, seed=2)

@@ -14,6 +14,8 @@ from tests.lab.pretrain.step.parallel_runs import LAYOUTS, ROUNDING, laid_out
 from tests.lab.pretrain.tiny_runs import train_here
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.gloo
+
 GRADIENT_ERROR = 0.15
 """Relative error of gradients rounded stochastically to 8, then 4 bits (docs/method.md).
 

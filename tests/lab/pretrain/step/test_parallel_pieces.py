@@ -152,5 +152,6 @@ def check_pairs(text: Path) -> None:
     check_dropout(text)
 
 
+@pytest.mark.gloo
 def test_split_loss_and_dropout_on_two_ranks(text):
     run_ranks(check_pairs, 2, text, timeout=140)

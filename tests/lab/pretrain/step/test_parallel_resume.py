@@ -18,6 +18,8 @@ from tests.lab.pretrain.step.parallel_runs import LAYOUTS, ROUNDING, laid_out
 from tests.lab.pretrain.tiny_runs import train_here
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.gloo
+
 SAVED_AT = 2
 SHORT = {"steps": 4, "eval_interval": 4, "eval_batches": 1}
 

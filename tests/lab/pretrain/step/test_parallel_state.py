@@ -26,6 +26,8 @@ from tests.lab.pretrain.step.parallel_runs import (
 )
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.gloo
+
 
 def check_weights_and_masks(text: Path, folder: Path) -> None:
     for name, layout in LAYOUTS.items():

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.lab.pretrain.tiny_runs import small, train_here
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gloo
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list")
 READS = ("item", "tolist", "__bool__", "__float__", "__int__")
