@@ -21,7 +21,7 @@ from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.transport import all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build
-from sdp4bit.engines.handle import CommHandle, StateDict, check_state
+from sdp4bit.engines.handle import CommHandle, StateDict, counters_of, load_counters
 from sdp4bit.observe.explain import one_node_reason
 from sdp4bit.observe.stats import ModelState
 
@@ -57,49 +57,12 @@ class Block:
         return torch.cat([self.main.detach()[start:end] for start, end in ranges])
 
 
-class Plain:
-    """Communication of one block in full precision."""
-
-    def __init__(self, block: Block) -> None:
-        self.block, self.size = block, len(block.ranks)
-
-    def gather(self) -> Tensor:
-        rows = torch.empty(self.size * self.block.shard_numel)
-        all_gather_dense(rows, self.block.main.detach(), self.block.process_group, what=self.block.name)
-        return rows
-
-    def reduce(self, row: Tensor, rows: Tensor) -> None:
-        reduce_scatter_dense(row, rows, self.block.process_group, SUM, what=self.block.name)
-
-
-class Quantized(Plain):
-    """Communication of one block that its group decides on, counts and measures."""
-
-    def __init__(self, block: Block, group: Group) -> None:
-        super().__init__(block)
-        self.weights, self.gradients = group.weights, group.gradients
-        self.weights.require_full_refresh("first use")
-
-    def gather(self) -> Tensor:
-        weights, replica, main = self.weights, self.weights.replica, self.block.main.detach()
-        if replica is None:
-            return weights.gather(main.nbytes, super().gather)
-        weights.traffic.count_plain(main.nbytes)  # of the gather that this replaces
-        weights.refresh(main)  # sends what has changed, or nothing
-        rows = torch.empty(self.size * self.block.shard_numel)
-        replica.gather(rows)
-        return rows
-
-    def reduce(self, row: Tensor, rows: Tensor) -> None:
-        self.gradients.reduce(row, rows, SUM, plain=partial(super().reduce, row, rows))
-
-
 class ZeRO2:
     """The engine: gathers before a forward, reduces after a backward, and updates the shards."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self.blocks = [Block(f"layers.{index}", module) for index, module in enumerate(model)]
-        self.comms = [Plain(block) for block in self.blocks]
+        self.quantized: dict[int, Group] = {}
         self.optimizer = torch.optim.AdamW([block.main for block in self.blocks], lr=1e-3)
         self.state = ModelState([])
 
@@ -107,9 +70,8 @@ class ZeRO2:
         return self.state.groups
 
     def install(self, group: Group) -> Callable[[], None]:
-        index = group.index
-        previous, self.comms[index] = self.comms[index], Quantized(self.blocks[index], group)
-        return partial(self.comms.__setitem__, index, previous)
+        self.quantized[group.index] = group
+        return partial(self.quantized.pop, group.index)
 
     def on_step(self, call: Callable[[int], None]) -> Callable[[], None]:
         with ExitStack() as undo:
@@ -124,15 +86,26 @@ class ZeRO2:
 
     @torch.no_grad()
     def gather(self) -> None:
-        for block, comm in zip(self.blocks, self.comms, strict=True):
-            block.write(comm.gather())
+        for index, block in enumerate(self.blocks):
+            main, rows = block.main.detach(), torch.empty(len(block.ranks) * block.shard_numel)
+            plain = partial(all_gather_dense, rows, main, block.process_group, what=block.name)
+            if index in self.quantized:
+                self.quantized[index].weights.gather(rows, main, plain=plain)
+            else:
+                plain()
+            block.write(rows)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        for block, comm in zip(self.blocks, self.comms, strict=True):
-            block.main.grad = torch.empty_like(block.main)
-            comm.reduce(block.main.grad, block.flattened(p.grad for p in block.parameters))
-            block.main.grad /= comm.size
+        for index, block in enumerate(self.blocks):
+            rows = block.flattened(parameter.grad for parameter in block.parameters)
+            row = block.main.grad = torch.empty_like(block.main)
+            plain = partial(reduce_scatter_dense, row, rows, block.process_group, SUM, what=block.name)
+            if index in self.quantized:
+                self.quantized[index].gradients.reduce(row, rows, SUM, plain=plain)
+            else:
+                plain()
+            row /= len(block.ranks)
 
 
 class ZeRO2Handle(CommHandle):
@@ -172,14 +145,10 @@ class ZeRO2Handle(CommHandle):
         return wrong
 
     def state_dict(self) -> StateDict:
-        calls = [group.gradients.reductions for group in self.groups]
-        return {"format_version": 1, "steps": self._state.steps, "reductions": calls}
+        return counters_of(self._state, version=1)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        check_state(state_dict, owner="the example", version=1, keys=("steps", "reductions"))
-        self._state.steps = state_dict["steps"]
-        for group, calls in zip(self.groups, state_dict["reductions"], strict=True):
-            group.gradients.reductions = calls
+        load_counters(self._state, state_dict, owner="the example", version=1)
         self.resync()
 
 

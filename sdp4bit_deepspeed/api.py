@@ -25,7 +25,7 @@ from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build, host_group
-from sdp4bit.engines.handle import CommHandle, StateDict, check_state
+from sdp4bit.engines.handle import CommHandle, StateDict, counters_of, load_counters
 from sdp4bit.engines.interrupted import agree_on_interrupted, call_all
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import ONE_RANK, one_hop_note, one_node_note, one_node_reason
@@ -219,7 +219,7 @@ class ZeRO:
                 if group.weights.replica is None:
                     names = "groups_flat", "partitioned_param_groups", "dp_process_group"
                     own = arguments | {name: [arguments[name][index]] for name in names}
-                    group.weights.gather(row.nbytes, partial(stock, **own))
+                    group.weights.gather_plain(row.nbytes, partial(stock, **own))
                     continue
                 group.attach_rows()
                 group.weights.traffic.count_plain(row.nbytes)
@@ -349,8 +349,7 @@ class DeepSpeedCommHandle(CommHandle):
     def state_dict(self) -> StateDict:
         """Return the counters of the rounding bits, equal on all ranks; the parameters are the replica."""
         self._check_attached()
-        calls = [group.gradients.reductions for group in self.groups]
-        return {"format_version": FORMAT_VERSION, "steps": self._state.steps, "reductions": calls}
+        return counters_of(self._state, version=FORMAT_VERSION)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; `engine.load_checkpoint` calls it.
@@ -360,12 +359,4 @@ class DeepSpeedCommHandle(CommHandle):
         """
         self._check_attached()
         self._wait_for_ranks("load_state_dict")
-        keys, groups = ("steps", "reductions"), self.groups
-        check_state(state_dict, owner="sdp4bit on DeepSpeed", version=FORMAT_VERSION, keys=keys)
-        if len(state_dict["reductions"]) != len(groups):
-            raise ValueError(
-                f"the state is not of {len(groups)} parameter groups: {state_dict['reductions']}"
-            )
-        self._state.steps = state_dict["steps"]
-        for group, calls in zip(groups, state_dict["reductions"], strict=True):
-            group.gradients.reductions = calls
+        load_counters(self._state, state_dict, owner="sdp4bit on DeepSpeed", version=FORMAT_VERSION)

@@ -132,7 +132,7 @@ class GroupPatch(Patch):
                 if bucket.weights.is_changed:
                     wanted.append(bucket)
                 return None
-            return bucket.weights.gather(
+            return bucket.weights.gather_plain(
                 input.nbytes, partial(stock, output, input, group=group, async_op=async_op)
             )
 

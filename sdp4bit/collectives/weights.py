@@ -19,9 +19,9 @@ T = TypeVar("T")
 class Weights:
     """Gathers of the weights of one parameter group, from a replica or in full precision.
 
-    An engine reports changes of the main weights, and calls `refresh` before weights are used. An engine with
-    a decision of its own (FSDP2) starts refreshes with `start_full_refresh` and
-    `start_quantized_refresh`, which count them.
+    An engine reports changes of the main weights (`mark_changed`), and calls `gather` before weights are
+    used, or `refresh` if it reads the replica itself. FSDP2 decides itself, and starts refreshes with
+    `start_full_refresh` and `start_quantized_refresh`, which count them.
     """
 
     def __init__(self, *, nodes: Nodes) -> None:
@@ -43,6 +43,21 @@ class Weights:
         """The latest plan of a refresh, or the reason why there is none."""
         return self.unquantized_reason if self.replica is None else self.replica.plans.last or NOT_PLANNED
 
+    def gather(self, output: Tensor, main: Tensor, *, plain: Callable[[], object]) -> None:
+        """Write the weights of all ranks to the output, from the replica after a refresh if one is due.
+
+        Args:
+            output: [ranks * n], in the dtype of the replica.
+            main: [n], this rank's main shard; the first refresh gives its dtype to the replica.
+            plain: the engine's own all-gather into the output, for weights without a replica.
+        """
+        if self.replica is None:
+            self.gather_plain(main.nbytes, plain)
+            return
+        self.traffic.count_plain(main.nbytes)  # of the gather that this replaces
+        self.refresh(main)
+        self.replica.gather(output)
+
     def mark_changed(self) -> None:
         """Report a change of the main weights on all ranks, such as an optimizer step."""
         self.is_changed = self.replica is not None
@@ -58,9 +73,11 @@ class Weights:
             main: [n], this rank's main shard; must not change until the end of the refresh.
         """
         assert self.replica is not None
-        if self.full_reason:
-            rows = self.replica.rows
-            self.start_full_refresh(main if rows is None else main.to(rows.dtype), reason=self.full_reason)
+        rows = self.replica.rows
+        if rows is None:
+            self.start_full_refresh(main, reason="first use")
+        elif self.full_reason:
+            self.start_full_refresh(main.to(rows.dtype), reason=self.full_reason)
         elif self.is_changed:
             self.start_quantized_refresh(main)
         # Only now, so that an exception above leaves the refresh due.
@@ -85,8 +102,10 @@ class Weights:
             self.full_refresh_reason = reason
         self._was_refreshed = True
 
-    def gather(self, row_bytes: int, plain: Callable[[], T], *, members: Sequence[int] | None = None) -> T:
-        """Gather without a replica, by the engine's own collective, and count its bytes.
+    def gather_plain(
+        self, row_bytes: int, plain: Callable[[], T], *, members: Sequence[int] | None = None
+    ) -> T:
+        """Gather in full precision by the engine's own collective, and count its bytes.
 
         Args:
             row_bytes: size of a rank's row.

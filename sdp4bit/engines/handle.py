@@ -52,6 +52,26 @@ def check_state(state: object, *, owner: str, version: int, keys: Sequence[str])
         )
 
 
+def counters_of(state: ModelState, *, version: int) -> StateDict:
+    """Return the counters from which rounding bits are derived, the same on all ranks."""
+    reductions = [group.gradients.reductions for group in state.groups]
+    return {"format_version": version, "steps": state.steps, "reductions": reductions}
+
+
+def load_counters(state: ModelState, saved: StateDict, *, owner: str, version: int) -> None:
+    """Continue from counters of `counters_of`.
+
+    Raises:
+        ValueError: these are no such counters or not of this model; nothing is changed.
+    """
+    check_state(saved, owner=owner, version=version, keys=("steps", "reductions"))
+    if len(saved["reductions"]) != len(state.groups):
+        raise ValueError(f"the state is not of {len(state.groups)} parameter groups: {saved['reductions']}")
+    state.steps = saved["steps"]
+    for group, reductions in zip(state.groups, saved["reductions"], strict=True):
+        group.gradients.reductions = reductions
+
+
 class CommHandle(ABC):
     """Quantized communication of a model, and reports about it."""
 

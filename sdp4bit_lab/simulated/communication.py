@@ -289,7 +289,7 @@ class SimulatedCommHandle(CommHandle):
     def _count_gather(self, comm: SimulatedGroupState) -> None:
         shard_bytes = comm.view.shard_numel * self._dtype.itemsize
         if comm.weights.replica is None:
-            comm.weights.gather(shard_bytes, lambda: None)  # one process holds all weights
+            comm.weights.gather_plain(shard_bytes, lambda: None)  # one process holds all weights
         else:
             comm.weights.traffic.count_plain(shard_bytes)
             comm.weights.replica.count_gather(shard_bytes)

@@ -74,7 +74,7 @@ class AllGatherHook(_Hook):
         plain = partial(
             all_gather_dense, output, row, torch_group, gather=self._stock, async_op=async_op, what=what
         )
-        return group.weights.gather(row.nbytes, plain, members=members)
+        return group.weights.gather_plain(row.nbytes, plain, members=members)
 
     def _gather_replica(
         self, output: Tensor, row: Tensor, torch_group: dist.ProcessGroup, *, async_op: bool
