@@ -165,13 +165,13 @@ def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
             f"{plan.hybrid.name}: {plan.hybrid.replicas} replicas of {plan.hybrid.shards.size} "
             f"rank{'s' * (plan.hybrid.shards.size > 1)}; "
             f"{config.strategy_name} with --replicas {plan.hybrid.replicas} takes "
-            f"{_milliseconds(plan.hybrid.quantized.step_seconds)} ms per step"
+            f"{_time(plan.hybrid.quantized.step_seconds)} per step"
         )
     if plan.three_levels is not None:
         chosen = plan.three_levels.nodes_per_block
         notes.append(
             f"three levels: --nodes-per-block {chosen} takes "
-            f"{_milliseconds(plan.three_levels.quantized.step_seconds)} ms per step, and rounds gradients "
+            f"{_time(plan.three_levels.quantized.step_seconds)} per step, and rounds gradients "
             f"once more. In training pass topology=({cluster.devices_per_node}, {chosen})"
         )
     if cluster.quantization_bandwidth is None:
@@ -214,6 +214,11 @@ def _memory_notes(plan: Plan) -> list[str]:
     if not plan.remedies:
         lines.append("  use more devices, tensor or pipeline parallelism")
     return lines
+
+
+def _time(seconds: Range | float) -> str:
+    text = _milliseconds(seconds)
+    return text if text.endswith(" s") else f"{text} ms"
 
 
 def _milliseconds(seconds: Range | float) -> str:
