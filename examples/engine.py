@@ -127,7 +127,7 @@ class ZeRO2Handle(CommHandle):
             group.weights.unquantized_reason = one_node_reason(config.weights, nodes=nodes)
             group.gradients.unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
         engine.state = ModelState(groups, telemetry=config.telemetry)
-        super().__init__(engine.state, config=config)
+        super().__init__(engine.state, config=config, layouts=layouts)
         # 3. Collectives, installation and steps; `remove()` undoes them in reverse.
         with self._attaching() as undo:
             build(groups, layouts=layouts, config=config, undo=undo)
@@ -143,6 +143,8 @@ class ZeRO2Handle(CommHandle):
         for group in wrong:
             group.weights.require_full_refresh("requested")
         return wrong
+
+    # Replicas start from the main weights after a load. For a bit-exact resume their rows must be saved, too.
 
     def state_dict(self) -> StateDict:
         return counters_of(self._state, version=1)

@@ -31,6 +31,8 @@ class Progress(Protocol):
 
     steps: int
     """Steps that have ended."""
+    counts_steps: bool
+    """Whether gradients belong to a step of training; those of a measurement are not sampled."""
 
     @property
     def gradient_sample_numel(self) -> int | None:
@@ -40,7 +42,7 @@ class Progress(Protocol):
 class _Untrained:
     """Progress of a group that belongs to no model yet."""
 
-    steps = 0
+    steps, counts_steps = 0, True
     gradient_sample_numel = None
 
 
@@ -107,7 +109,7 @@ class Gradients:
         return self._is_due(self.reduction, numel)
 
     def _is_due(self, quantizer: GradientQuantizer | None, numel: int) -> bool:
-        if quantizer is None or quantizer.config.exempts(numel=numel, steps=self.progress.steps):
+        if quantizer is None or not numel or quantizer.config.exempts(numel=numel, steps=self.progress.steps):
             return False
         return isinstance(quantizer, QuantizedReduceScatter) or quantizer.takes(numel)
 
@@ -147,7 +149,7 @@ class Gradients:
         if reduction is not None and self.is_quantized(numel):
             sections = self.sections(numel, unit=reduction.group_unit)
         if reduction is None or sections is None:
-            assert plain is not None
+            assert plain is not None, f"{self.name}: pass plain=..., the engine's own reduction"
             self.count_plain(output.nbytes)
             return plain()
         reduction(output, input, sections=sections, **self.next_reduction(input, op))
@@ -170,15 +172,16 @@ class Gradients:
         Counts it and samples the input, for a caller that sends the messages itself.
         """
         assert self.reduction is not None
+        # Counted first. One rank alone may see an exception below, and the numbers, from which all derive the
+        # rounding bits, must stay equal.
+        call = self.reductions
+        self.reductions += 1
         multiplier = reduction_multiplier(op, ranks=self._size, name=self.name)
         nonfinite = self._sample(input)
         self.bits = self.reduction.bits
         if self.plain_all_reduces:  # the reduction itself counts the bytes of a plain reduce-scatter
             self.traffic.count_plain(input.nbytes // self._size)
-        # Counted before it is sent. One rank alone may see an exception in it, and the numbers, from which
-        # all derive the rounding bits, must stay equal.
-        self.reductions += 1
-        return {"call": self.reductions - 1, "multiplier": multiplier, "nonfinite": nonfinite}
+        return {"call": call, "multiplier": multiplier, "nonfinite": nonfinite}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -213,12 +216,12 @@ class Gradients:
         if all_reduce is None or sections is None:
             self.count_plain_all_reduce(round(2 * values.nbytes / self._replicas))
             return plain()
+        if number is None:
+            number = self.all_reduces
+            self.all_reduces += 1  # first, as in `next_reduction`
         multiplier = reduction_multiplier(op, ranks=self._replicas, name=self.name)
         # Otherwise the reduce-scatter has sampled this gradient.
         nonfinite = self._sample(values) if self.reduction is None else None
-        if number is None:
-            number = self.all_reduces
-            self.all_reduces += 1  # before it is sent, as in `next_reduction`
         self.bits = all_reduce.bits
         return run(
             partial(
@@ -260,7 +263,8 @@ class Gradients:
             The counter of non-finite quantization groups for the reduction; None if steps are not measured.
         """
         sample_numel, numel = self.progress.gradient_sample_numel, gradient.numel()
-        if (sample_numel is None and not self.counts_nonfinite) or not numel:
+        is_measured = sample_numel is not None or self.counts_nonfinite
+        if not is_measured or not numel or not self.progress.counts_steps:
             return None
         if sample_numel is not None:
             unit = math.lcm(*(quantizer.group_unit for quantizer in self.quantizers))

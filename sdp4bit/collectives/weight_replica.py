@@ -224,6 +224,10 @@ class WeightReplica:
         """
         self.wait()
         assert self.rows is not None
+        if row.numel() != self.rows.shape[-1]:
+            raise ValueError(
+                f"{self._name}: a row of {row.numel()} values refreshes a replica of {self.rows.shape[-1]}"
+            )
         if self.bits is None:
             if ranges is None or ranges:
                 self.start_full_refresh(row.to(self.rows.dtype), ranges=ranges)
@@ -341,10 +345,23 @@ class WeightReplica:
             self._slot = None
 
     def gather(self, output: Tensor) -> None:
-        """Gather the rows of all ranks, [size * n] in their order, from the replicas of this node."""
+        """Gather the rows of all ranks, [size * n] in their order, from the replicas of this node.
+
+        Finishes a pending refresh first.
+
+        Raises:
+            ValueError: the output has another size or dtype than the replica.
+        """
         topology = self._topology
         self.wait()
         assert self.rows is not None
+        numel = topology.size * self.rows.shape[-1]
+        if output.numel() != numel or output.dtype != self.rows.dtype:
+            # Else the ranks would send messages of other sizes than they expect, and gloo would abort.
+            raise ValueError(
+                f"{self._name}: the replica has {numel} values of {self.rows.dtype}, but the output has "
+                f"{output.numel()} of {output.dtype}: the first refresh decides the dtype of a replica"
+            )
         if self.holds_all_rows:
             output.copy_(self.rows.view(-1))
             return

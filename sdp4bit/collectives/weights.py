@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from sdp4bit.collectives.gradients import NOT_PLANNED
@@ -26,7 +27,9 @@ class Weights:
 
     def __init__(self, *, nodes: Nodes) -> None:
         """Create weights without a replica, which the engine gathers in full precision."""
+        self._size = nodes.size
         self.unquantized_reason = ""
+        """Why there is no replica; if it is empty when an engine is attached, one is created."""
         self.make_replica: Callable[..., WeightReplica] = WeightReplica  # engines bind more arguments
         self.replica: WeightReplica | None = None
         self.traffic = TrafficCounter(nodes)
@@ -47,15 +50,15 @@ class Weights:
         """Write the weights of all ranks to the output, from the replica after a refresh if one is due.
 
         Args:
-            output: [ranks * n], in the dtype of the replica.
-            main: [n], this rank's main shard; the first refresh gives its dtype to the replica.
+            output: [ranks * n], in the dtype of the replica, which the first call decides.
+            main: [n], this rank's main shard, for instance in fp32.
             plain: the engine's own all-gather into the output, for weights without a replica.
         """
         if self.replica is None:
-            self.gather_plain(main.nbytes, plain)
+            self.gather_plain(output.nbytes // self._size, plain)
             return
-        self.traffic.count_plain(main.nbytes)  # of the gather that this replaces
-        self.refresh(main)
+        self.traffic.count_plain(output.nbytes // self._size)  # of the gather that this replaces
+        self.refresh(main, dtype=output.dtype)
         self.replica.gather(output)
 
     def mark_changed(self) -> None:
@@ -66,16 +69,17 @@ class Weights:
         """Make the next refresh one in full precision; called on all ranks."""
         self.full_reason = reason if self.replica is not None else ""
 
-    def refresh(self, main: Tensor) -> None:
-        """Start the refresh that is due, if any; `replica.wait()` finishes it.
+    def refresh(self, main: Tensor, *, dtype: torch.dtype | None = None) -> None:
+        """Start the refresh that is due, if any; `replica.wait()` or `replica.gather()` finishes it.
 
         Args:
             main: [n], this rank's main shard; must not change until the end of the refresh.
+            dtype: dtype of a replica that is created now; None for that of the main shard.
         """
         assert self.replica is not None
         rows = self.replica.rows
         if rows is None:
-            self.start_full_refresh(main, reason="first use")
+            self.start_full_refresh(main.to(dtype or main.dtype), reason="first use")
         elif self.full_reason:
             self.start_full_refresh(main.to(rows.dtype), reason=self.full_reason)
         elif self.is_changed:

@@ -9,11 +9,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -28,10 +30,10 @@ from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
 from sdp4bit.observe.explain import render, row_of, wrapped
 from sdp4bit.observe.measures import Measurement
-from sdp4bit.observe.noise import GradientNoise, gradient_noise
+from sdp4bit.observe.noise import GradientNoise, check_no_gradients, gradient_noise
 from sdp4bit.observe.stats import GroupStats, ModelState, Stats
 from sdp4bit.observe.timing import StepTimes, time_steps
-from sdp4bit.traffic import format_bytes
+from sdp4bit.traffic import Traffic, format_bytes
 from sdp4bit.warn import warn_user
 
 StateDict = dict[str, Any]  # checkpoint state of a model's communication
@@ -79,6 +81,7 @@ class CommHandle(ABC):
     _engine: Engine
     _sent: Sequence[str] = ("weights", "gradients")
     _hint = ""  # last line of `explain()`
+    _process_group: ProcessGroup | None = None  # of the ranks with the model; None for all
     _silence_reasons = "the engine communicates without this handle, or not at all"
 
     def __init__(
@@ -166,7 +169,11 @@ class CommHandle(ABC):
 
     @abstractmethod
     def state_dict(self) -> StateDict:
-        """Return the state for a bit-exact resume."""
+        """Return the state for a bit-exact resume.
+
+        Keys and shapes depend on the model alone. For torch.distributed.checkpoint, a tensor that differs
+        between ranks is a DTensor.
+        """
 
     @abstractmethod
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -410,13 +417,15 @@ class CommHandle(ABC):
         """Measure the noise that quantization adds to the gradients of a few batches.
 
         Computes the gradient of each batch twice, in full precision and quantized, and compares all values.
-        The next training step continues as without the call; `stats()` counts the bytes. FSDP2 and DDP. Call
-        it on all ranks, between two steps and after `optimizer.zero_grad()`.
+        Training continues as without the call: replicas, rounding bits, random numbers and buffers of the
+        model are restored. The totals of `stats()` count the bytes and one or two full refreshes. FSDP2 and
+        DDP. Call it on all ranks, between two steps and after `optimizer.zero_grad()`.
 
         Args:
             model: the model that communicates through this handle.
             loss: returns the loss of a batch on this rank; it calls the model.
-            batches: a few of this rank's batches, at least 2 for the noise scale.
+            batches: a few of this rank's batches, at least 2 for the noise scale. This rank's shards of their
+                gradients are kept on the host.
 
         Raises:
             ValueError: there are no batches.
@@ -427,14 +436,30 @@ class CommHandle(ABC):
         self._check_switch()
         if not self._is_quantized:
             raise RuntimeError("gradient_noise was called inside full_precision(): call it outside")
+        check_no_gradients(model)
         self._wait_for_ranks("gradient_noise")
+        state = self._state
+        pending, steps = state.step_pending, state.steps
         # Replicas, and numbers of the rounding bits, of which the measurement uses some.
         before = copy.deepcopy(self.state_dict())
+        sent = {counter: replace(counter.current_step) for g in state.groups for counter in g.counters}
+        state.counts_steps = False
         try:
-            device = self._state.device or torch.device("cpu")
-            return gradient_noise(model, loss, batches, full_precision=self.full_precision, device=device)
+            return gradient_noise(
+                model,
+                loss,
+                batches,
+                full_precision=self.full_precision,
+                device=state.device,
+                process_group=self._process_group,
+            )
         finally:
-            self.load_state_dict(before)
+            # Without waiting for other ranks, which may not have seen an exception.
+            self._load(before)
+            state.counts_steps = True
+            state.continue_step(steps=steps, is_pending=pending)
+            for counter in (counter for group in state.groups for counter in group.counters):
+                counter.set_aside(sent.get(counter, Traffic()))
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
@@ -455,15 +480,20 @@ class CommHandle(ABC):
             yield
             return
         self._switch()
+        counted, self._state.counts_steps = self._state.counts_steps, False
         self._state.expects_silence = True
         try:
             yield
         finally:
-            self._state.expects_silence = False
+            self._state.expects_silence, self._state.counts_steps = False, counted
             if self.is_attached:
                 self._switch()
         if self.is_attached:
             self._check_left()
+
+    def _load(self, state_dict: StateDict) -> None:
+        """Load a state without waiting for other ranks; engines that can switch override it."""
+        raise NotImplementedError
 
     def _check_left(self) -> None:  # noqa: B027
         """Raise RuntimeError if quantization must not be turned off or on now."""

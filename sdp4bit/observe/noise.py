@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from sdp4bit.collectives.errors import comm_error_context
@@ -38,40 +39,66 @@ class GradientNoise:
         )
 
 
+def check_no_gradients(model: nn.Module) -> None:
+    """Raise RuntimeError if the model has gradients, which a measurement would mix with its own."""
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        raise RuntimeError(
+            "gradient_noise was called while the model has gradients: call it after optimizer.zero_grad()"
+        )
+
+
 def gradient_noise(
     model: nn.Module,
     loss: Callable[[Any], Tensor],
     batches: Iterable[Any],
     *,
     full_precision: Callable[[], AbstractContextManager[None]],
-    device: torch.device,
+    device: torch.device | None,
+    process_group: ProcessGroup | None,
 ) -> GradientNoise:
-    """Compare gradients with and without quantization; see `CommHandle.gradient_noise`."""
+    """Compare gradients with and without quantization; see `CommHandle.gradient_noise`.
+
+    Steps:
+    1. Compute the gradients of all batches in full precision, and keep this rank's shards on the host.
+    2. Compute them quantized, with the same random numbers, and add up squared differences.
+    3. Sum over the ranks.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if any(parameter.grad is not None for parameter in parameters):
-        raise RuntimeError(
-            "gradient_noise was called while the model has gradients: call it after optimizer.zero_grad()"
-        )
-    # Squared error, sum of the squared gradients, and square of their sum, over this rank's shards.
-    error, squares = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-    total, count = list[Tensor](), 0
-    for batch in batches:
-        # Both passes draw the same numbers, for dropout.
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), full_precision():
-            loss(batch).backward()
-            exact = _taken(parameters)
-        loss(batch).backward()
-        error += _squared(torch._foreach_sub(_taken(parameters), exact))
-        squares += _squared(exact)
-        total = list(torch._foreach_add(total, exact)) if total else exact
-        count += 1
-    if not count:
+    device = device or parameters[0].device  # DDP knows none before the first backward
+    given, numbers = list(batches), _random_state(device)
+    if not given:
         raise ValueError("gradient_noise needs at least one batch, got none")
-    # Replicas count every value equally often, so ratios are those of the model.
-    sums = torch.stack([error, squares, _squared(total)])
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    try:
+        # 1. Switched once, because a switch costs a refresh of all weights.
+        exact, states = list[list[Tensor]](), list[list[Tensor]]()
+        with full_precision():
+            for batch in given:
+                states.append(_random_state(device))
+                loss(batch).backward()
+                exact.append(_taken(parameters))
+        # 2. Buffers such as running means are those of the first pass again.
+        _restore(model, buffers)
+        error, squares = torch.zeros(2, dtype=torch.float64).unbind()
+        for batch, state, gradient in zip(given, states, exact, strict=True):
+            _set_random_state(state, device)
+            loss(batch).backward()
+            error += _squared(torch._foreach_sub(_taken(parameters), gradient))
+            squares += _squared(gradient)
+        total = exact[0]
+        for gradient in exact[1:]:
+            torch._foreach_add_(total, gradient)
+    finally:
+        # A caller that handles an exception continues with these.
+        for parameter in parameters:
+            parameter.grad = None
+        _restore(model, buffers)
+        _set_random_state(numbers, device)
+    # 3. Replicas count every value equally often, so ratios are those of the model.
+    sums = torch.stack([error, squares, _squared(total)]).to(device)
     with comm_error_context("squared norms of gradients"):
-        dist.all_reduce(sums)
-    return _ratios(sums.tolist(), count)
+        dist.all_reduce(sums, group=process_group)
+    return _ratios(sums.tolist(), len(given))
 
 
 def _ratios(sums: Sequence[float], count: int) -> GradientNoise:
@@ -88,13 +115,14 @@ def _ratios(sums: Sequence[float], count: int) -> GradientNoise:
 
 
 def _taken(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return this rank's shards of the gradients in fp32, and clear them; zeros for missing ones."""
+    """Return copies of this rank's shards of the gradients, fp32 on the host, and clear the gradients."""
     found = list[Tensor]()
     for parameter in parameters:
         is_missing = parameter.grad is None  # on ranks that did not use the parameter
         shard = parameter if parameter.grad is None else parameter.grad
-        local = shard.to_local() if isinstance(shard, DTensor) else shard
-        found.append(torch.zeros_like(local, dtype=torch.float32) if is_missing else local.detach().float())
+        local = (shard.to_local() if isinstance(shard, DTensor) else shard).detach()
+        # A copy, because a gradient may be a view of DDP's bucket.
+        found.append(torch.zeros(local.shape) if is_missing else local.to("cpu", torch.float32, copy=True))
         parameter.grad = None
     return found
 
@@ -103,3 +131,20 @@ def _squared(values: Sequence[Tensor]) -> Tensor:
     # fp64, because squares of small gradients underflow in fp32.
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in values]
     return torch.stack(norms).square().sum()
+
+
+@torch.no_grad()
+def _restore(model: nn.Module, buffers: Sequence[Tensor]) -> None:
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_state(states: Sequence[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -72,6 +72,7 @@ class ModelState:
         self.retired = Traffic()  # of groups that the engine has dropped
         self.reporting_ranks = 1  # ranks whose bytes `stats` adds up
         self.steps = 0  # steps that have reached their boundary
+        self.counts_steps = True  # False inside `full_precision()` and during a measurement of gradients
         self.step_pending = False
         """An optimizer has stepped but the step has not reached its boundary, which is the next forward on
         FSDP2."""
@@ -119,6 +120,10 @@ class ModelState:
         """Sample size for gradients that are reduced now; None keeps no samples."""
         return self.telemetry.sample_numel if self.telemetry.is_due(self.steps + 1) else None
 
+    def continue_step(self, *, steps: int, is_pending: bool) -> None:
+        """Continue after a measurement, whose gradients belong to no step."""
+        self.steps, self.step_pending = steps, is_pending
+
     def end_traffic(self) -> None:
         """Assign the bytes sent so far to the last step."""
         for group in self.groups:
@@ -126,8 +131,13 @@ class ModelState:
                 counter.end_step()
 
     def end_step(self) -> None:
-        """Count and measure a step that has reached its boundary."""
+        """Count and measure a step that has reached its boundary.
+
+        An engine calls it after its optimizer. The next gather and reduction count for the next step.
+        """
         self.step_pending = False
+        if not self.counts_steps:
+            return
         self.steps += 1
         self.end_traffic()
         self.note_step_of(self)

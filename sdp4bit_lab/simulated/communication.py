@@ -101,6 +101,12 @@ class SimulatedGroupState(Group):
         held = self.view.rows.row(self._held, rank=0)
         return self.view.sample_main(ranges), sample_of(held, ranges)
 
+    def forget_reduction(self) -> None:
+        """Give the number of an interrupted reduction back, so that its repetition has the same bits."""
+        if self.reduction:
+            self.gradients.reductions = self.reduction["call"]
+            self.reduction = {}
+
     def awaits_refresh(self) -> bool:
         return self.weights.is_changed or self.resync_wanted
 
@@ -315,10 +321,8 @@ class SimulatedCommHandle(CommHandle):
                 comm.view.rows.write_rows(gradients, rows)
                 if rank == 0:
                     comm.reductions_of_all.abandon()
-                    # One that an exception has interrupted is repeated, with the same bits.
-                    comm.reduction = comm.reduction or comm.gradients.next_reduction(
-                        rows.view(-1), dist.ReduceOp.SUM
-                    )
+                    comm.forget_reduction()
+                    comm.reduction = comm.gradients.next_reduction(rows.view(-1), dist.ReduceOp.SUM)
                 comm.reductions_of_all.add(
                     rows,
                     call=comm.reduction["call"],
@@ -373,6 +377,7 @@ class SimulatedCommHandle(CommHandle):
         counters: dict[str, Tensor] = {}
         for comm in state.groups:
             # A pending full refresh is not saved, because a resumed run starts with one.
+            comm.forget_reduction()
             is_due = comm.resync_wanted and not comm.was_loaded
             changed = int(comm.weights.is_changed and not is_due)
             counters[comm.view.name] = torch.tensor(
@@ -397,6 +402,7 @@ class SimulatedCommHandle(CommHandle):
         state.steps, state.step_pending = int(state_dict["steps"]), False
         for comm in state.groups:
             counters = [int(value) for value in state_dict["groups"][comm.view.name]]
+            comm.reduction = {}
             comm.gradients.reductions, comm.weights.refreshes, changed = counters
             comm.weights.is_changed = bool(changed)
             comm.resync_wanted, comm.is_gathered = True, False

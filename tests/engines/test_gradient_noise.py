@@ -6,9 +6,11 @@ Layer: real processes over gloo.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import eq
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sdp4bit import GradientConfig, SDP4BitConfig
+from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, TelemetryConfig
 from tests.engines.ddp.test_hook import DDPRun
 from tests.engines.fsdp2.test_hybrid import HybridRun
 from tests.ranks import on_ranks
@@ -78,20 +80,65 @@ def test_noise_is_that_of_the_gradients(kind: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Measured:
+    """A loss that draws random numbers and counts its calls in a buffer, as dropout and BatchNorm do."""
+
+    def __init__(self, model: nn.Module, fails_at: int = 0) -> None:
+        model.register_buffer("calls", torch.zeros(()))
+        self._model, self._fails_at, self._calls = model, fails_at, 0
+
+    def __call__(self, batch: Any) -> Tensor:
+        self._calls += 1
+        self._model.calls += 1  # type: ignore[operator]
+        loss = loss_of(self._model, batch) * (1 + torch.rand(()))
+        if self._calls == self._fails_at:
+            loss.backward()
+            raise KeyError("of the loss")
+        return loss
+
+
+@pytest.mark.parametrize("fails_at", [0, 2, 5])
 @pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
 @on_ranks(4, timeout=300)
-def test_training_continues_as_without_a_measurement(kind: str) -> None:
+def test_training_continues_as_without_a_measurement(kind: str, fails_at: int) -> None:
+    """Also after an exception in the loss: in its second call in full precision, and quantized."""
     ends = []
+    config = replace(CONFIG, telemetry=TelemetryConfig(interval=1), alerts=AlertConfig(nonfinite_groups=0))
     for is_measured in (False, True):
-        run: Any = DDPRun(CONFIG, topology=2) if kind == "DDP" else Run(build(), CONFIG)
+        run: Any = DDPRun(config, topology=2) if kind == "DDP" else Run(build(), config)
         model, comm = (run.ddp, run.state) if kind == "DDP" else (run.model, run.comm)
+        loss, stepped = Measured(model, fails_at), list[int]()
+        comm._state.on_step(stepped.append)
+        torch.manual_seed(1)
         run.train(2)
-        if is_measured:
-            comm.gradient_noise(model, partial(loss_of, model), measured_batches(2))
-        run.train(2)
-        ends.append((run.losses, [each.sum().item() for each in model.state_dict().values()]))
+        if is_measured and fails_at:
+            with pytest.raises(KeyError, match="of the loss"):
+                comm.gradient_noise(model, loss, measured_batches(3))
+        elif is_measured:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                comm.gradient_noise(model, loss, measured_batches(4))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        run.train(1)
+        last, steps = comm.stats()["last_step"], comm.stats()["steps"]
+        run.train(1)
+        random = torch.rand(()).item()
+        weights = [each.sum().item() for each in model.state_dict().values()]
+        ends.append((run.losses, weights, last, steps, random, stepped, model.calls.item(), comm.alerts()))
         comm.remove()
-    assert ends[0] == ends[1]
+    if kind == "FSDP2":  # the bytes of a step are those of the forward behind it, which sends rows again
+        for end in ends:
+            del end[2]["inter_bytes"], end[2]["intra_bytes"], end[2]["padding_bytes"], end[2]["collectives"]
+    assert all(map(eq, *ends)), [pair for pair in zip(*ends, strict=True) if pair[0] != pair[1]]
+
+
+@on_ranks(2, timeout=300)
+def test_a_gradient_that_is_a_view_of_ddp_s_bucket() -> None:
+    found = []
+    for is_view in (False, True):
+        run = DDPRun(CONFIG, topology=1, gradient_as_bucket_view=is_view)
+        found.append(run.state.gradient_noise(run.ddp, partial(loss_of, run.ddp), measured_batches(2)))
+    assert found[0] == found[1] and found[0].signal_to_noise is not None
 
 
 @on_ranks(4, timeout=300)

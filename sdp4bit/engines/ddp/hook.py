@@ -142,7 +142,8 @@ class DDPCommState(CommHandle):
         if settings.alerts is not None:
             self._alerts = Alerts([], config=settings.alerts, telemetry=self._state.telemetry)
             self._undo.callback(self._state.on_step(self._alerts.at_step_boundary))
-        self._torch_group, self._spec = process_group, topology
+        self._torch_group = self._process_group = process_group
+        self._spec = topology
         self._topology: Topology | None = None  # None before `_prepare`
         self._scratch = Scratch()
         self._buckets: list[BucketGroup] = []
@@ -220,9 +221,9 @@ class DDPCommState(CommHandle):
         group.how = reason or describe_all_reduce(config, topology.layout, numel, steps=state.steps)
         if values.layout != torch.strided:
             # The backend coalesces each rank's rows and gathers them.
-            sparse = values.coalesce()
-            gradients.count_plain_all_reduce(sparse.indices().nbytes + sparse.values().nbytes)
-            return plain()
+            values = values.coalesce()
+            gradients.count_plain_all_reduce(values.indices().nbytes + values.values().nbytes)
+            return self._average_densely(values)
         if reason:
             gradients.count_plain_all_reduce(round(2 * values.nbytes / topology.layout.size))
             return plain()
@@ -312,7 +313,7 @@ class DDPCommState(CommHandle):
         if values.layout == torch.strided:
             values.mul_(1.0 / size)
         else:
-            values = values.div_(size).coalesce()
+            values = values.div_(size).coalesce()  # no copy if it is coalesced
         with comm_error_context("full-precision gradient all-reduce of DDP", group=self._torch_group):
             work: Any = dist.all_reduce(values, group=self._torch_group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
@@ -402,6 +403,9 @@ class DDPCommState(CommHandle):
         """
         self._check_attached()
         self._wait_for_ranks("load_state_dict")
+        self._load(state_dict)
+
+    def _load(self, state_dict: StateDict) -> None:
         check_state(state_dict, owner="an sdp4bit.DDPCommState", version=FORMAT_VERSION, keys=("steps",))
         self._state.steps, self._state.step_pending = int(state_dict["steps"]), False
 

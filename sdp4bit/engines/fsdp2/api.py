@@ -305,5 +305,8 @@ class FSDPCommHandle(CommHandle):
         """
         self._check_attached()
         self._wait_for_ranks("load_state_dict")
+        self._load(state_dict)
+
+    def _load(self, state_dict: StateDict) -> None:
         if self._state.groups:
             load_state(self._state, state_dict)
