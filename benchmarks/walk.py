@@ -125,7 +125,6 @@ STOPS = {
             "parameters. A group without a gradient would not be sent.",
             "collectives.gradients:Gradients.reduce": "The only place that chooses between quantized and "
             "full precision: it compares `start_step` and `min_numel`, for every engine.",
-            "engines.fsdp2.group:FSDPGradients.sections": "A row may have sections of different precision.",
             "collectives.gradients:Gradients.next_reduction": "The number of the reduction is part of the "
             "key of the rounding bits, so it is used once.",
             "collectives.reduce_scatter:QuantizedReduceScatter.__call__": "The row is reduced in chunks, so "
