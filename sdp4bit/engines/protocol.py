@@ -2,7 +2,8 @@
 
 `CommHandle` and `attach.build` are independent of the engine, which supplies three calls. Operations that are
 different in every engine stay methods of its handle: `mark_step`, `resync`, `state_dict`, `load_state_dict`.
-`examples/engine.py` is a complete engine.
+A handle whose engine can be switched during training also overrides `_check_switch`, for `full_precision` and
+`time_steps`. `examples/engine.py` is an engine of one file.
 """
 
 from __future__ import annotations
