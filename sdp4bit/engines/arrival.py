@@ -49,6 +49,7 @@ def wait_for_ranks(ranks: Sequence[int], *, call: str) -> None:
     patience = min(_PATIENCE, limit / 2)
     start, pause, has_named = time.monotonic(), 0.001, False
     with comm_error_context(f"wait for all ranks in {call}"):
+        store.delete_key(f"{key}/{me}/left")
         store.set(f"{key}/{me}", "")
         # A counter, because the keys of all ranks would make the store answer the square of their number.
         if store.add(f"{key}/count", 1) >= len(ranks):
@@ -58,7 +59,9 @@ def wait_for_ranks(ranks: Sequence[int], *, call: str) -> None:
             seconds = time.monotonic() - start
             if seconds > (limit if has_named else patience):
                 here = [rank for rank in ranks if store.check([f"{key}/{rank}"])]
-                absent = sorted(set(ranks).difference(here))
+                gone = [rank for rank in ranks if store.check([f"{key}/{rank}/left"])]
+                # Ranks that have given up, as this one does now, are named only if no other is absent.
+                absent = sorted(set(ranks).difference(here, gone)) or gone
                 text = (
                     f"{call}: rank {me} has waited {seconds:.0f} s for {ranks_in_words(absent)} to call it. "
                     "Call it on all ranks, also on those without a model, and not under `if rank == 0`"
@@ -67,6 +70,7 @@ def wait_for_ranks(ranks: Sequence[int], *, call: str) -> None:
                     if store.add(f"{key}/count", -1) == len(ranks) - 1:
                         store.add(f"{key}/count", 1)
                         continue  # the last rank has come at this moment, and the others proceed
+                    store.set(f"{key}/{me}/left", "")
                     store.delete_key(f"{key}/{me}")
                     raise ExchangeError(text, seconds=seconds)
                 if absent and me == here[0]:

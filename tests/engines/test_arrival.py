@@ -86,6 +86,22 @@ def test_local_calls_need_no_other_rank_and_change_nothing() -> None:
         assert losses == undisturbed, name
 
 
+@on_ranks(3)
+def test_ranks_that_give_up_one_after_the_other_name_the_absent_one() -> None:
+    rank, errors = dist.get_rank(), list[str]()
+    if rank < 2:
+        with timeout_of(0.5 + rank), pytest.raises(ExchangeError) as error:
+            arrival.wait_for_ranks(range(3), call="comm.audit")
+        errors.append(str(error.value))
+    every: list[list[str]] = [errors] * 3
+    dist.all_gather_object(every, errors)
+    assert [len(each) for each in every] == [1, 1, 0]
+    assert all(" s for rank 2 to call it. " in each for (each,) in every[:2]), every
+    with timeout_of(20.0):
+        for _ in range(2):  # once more after the failure, and a meeting that nobody has missed
+            arrival.wait_for_ranks(range(3), call="comm.audit")
+
+
 @on_ranks(2)
 def test_ddp_waits_too() -> None:
     torch.manual_seed(0)
