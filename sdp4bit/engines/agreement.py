@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TypedDict, TypeVar
@@ -141,6 +142,11 @@ def agree(
         row = _own_part(nodes, has_groups=bool(groups))
     except ValueError as caught:
         failure = failure or caught
+    counts = Counter(rows.name for rows in groups if not rows.replicate)
+    if twice := [name for name, count in counts.items() if count > 1]:  # reports and audits go by name
+        failure = failure or ValueError(
+            f"two parameter groups are named {twice[0]!r}: give each a name of its own"
+        )
     common: Texts = {"sdp4bit": VERSION, "torch": str(torch.__version__)}
     # Under tensor parallelism each data-parallel group has its own mesh.
     common["topology"] = "a mesh" if isinstance(topology, DeviceMesh) else repr(topology)

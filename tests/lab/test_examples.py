@@ -228,6 +228,10 @@ def test_the_example_of_an_engine_draws_no_rounding_key_twice() -> None:
     with drawn_keys() as keys:
         train(2, train(2))
     check_unique(keys, at_least=16)
+    unnamed = engine.ZeRO2(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    unnamed.blocks[1].name = unnamed.blocks[0].name
+    with pytest.raises(ValueError, match=r"two parameter groups are named 'layers\.0'"):
+        engine.ZeRO2Handle(unnamed, config=SDP4BitConfig(), topology=2)
 
 
 @pytest.mark.gloo
