@@ -221,9 +221,9 @@ class DDPCommState(CommHandle):
         group.how = reason or describe_all_reduce(config, topology.layout, numel, steps=state.steps)
         if values.layout != torch.strided:
             # The backend coalesces each rank's rows and gathers them.
-            values = values.coalesce()
+            values = values.div_(topology.layout.size).coalesce()
             gradients.count_plain_all_reduce(values.indices().nbytes + values.values().nbytes)
-            return self._average_densely(values)
+            return self._sum(values)
         if reason:
             gradients.count_plain_all_reduce(round(2 * values.nbytes / topology.layout.size))
             return plain()
@@ -310,10 +310,11 @@ class DDPCommState(CommHandle):
     def _average_densely(self, values: Tensor) -> Future[Tensor]:
         """Average as plain DDP."""
         size = dist.get_world_size(self._torch_group)
-        if values.layout == torch.strided:
-            values.mul_(1.0 / size)
-        else:
-            values = values.div_(size).coalesce()  # no copy if it is coalesced
+        is_dense = values.layout == torch.strided
+        return self._sum(values.mul_(1.0 / size) if is_dense else values.div_(size).coalesce())
+
+    def _sum(self, values: Tensor) -> Future[Tensor]:
+        """Start DDP's own all-reduce."""
         with comm_error_context("full-precision gradient all-reduce of DDP", group=self._torch_group):
             work: Any = dist.all_reduce(values, group=self._torch_group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
