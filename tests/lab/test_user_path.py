@@ -21,7 +21,7 @@ from sdp4bit.addresses import install
 from sdp4bit_lab.cli import COMMANDS
 from tests import ROOT
 
-pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -76,7 +76,7 @@ def needed_by(*names: str) -> Iterator[importlib.metadata.Distribution]:
         ]
 
 
-def run(*command: str | Path, cwd: Path, exit_code: int = 0, timeout: float = 600) -> str:
+def run(*command: str | Path, cwd: Path, exit_code: int = 0, timeout: float = 1200) -> str:
     """Return what a command prints; it must end with this code."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
