@@ -201,14 +201,15 @@ class GradientConfig:
         """Return whether the gradients of ranks on this many nodes are quantized."""
         return nodes > 1 or self.inside_one_node
 
-    def exempts(self, *, numel: int, steps: int | None = None) -> str:
+    def exempts(self, *, numel: int, steps: int | None = None, name: str = "row") -> str:
         """Return why a row of this many values is reduced in full precision; "" if it is quantized.
 
         Args:
+            name: the row's name in the reason. An all-reduce has parts, one per rank.
             steps: steps that have ended; None for any number from `start_step` on.
         """
         if numel < self.min_numel:
-            return f"row below min_numel={self.min_numel}"
+            return f"{name} below min_numel={self.min_numel}"
         if steps is not None and steps < self.start_step:
             return f"full precision until step {self.start_step}"
         return ""

@@ -230,7 +230,7 @@ def describe_all_reduce(
     Args:
         steps: steps that have ended; None for any number from `start_step` on.
     """
-    reason = config.exempts(numel=numel // layout.size, steps=steps)
+    reason = config.exempts(numel=numel // layout.size, steps=steps, name="part")
     if reason:
         return f"all-reduce: {reason}"
     return "all-reduce " + " and ".join(_hops(config, layout))

@@ -276,7 +276,7 @@ def test_two_models_with_a_gradient_scaler_are_trained_as_by_plain_ddp() -> None
 @pytest.mark.slow
 @on_ranks(4)
 def test_full_precision_equals_plain_ddp_and_is_reported() -> None:
-    plain = DDPRun(None).train(2).losses
+    plain = DDPRun(None, topology="auto").train(2).losses  # with DDP's own all-reduce
     late = DDPRun(replace(ALL, start_step=2)).train(2)
     assert late.losses == plain
     assert late.state.explain(full=True).count("full precision until step 2") == len(sizes(late.state))
