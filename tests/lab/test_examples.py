@@ -10,6 +10,7 @@ import os
 import py_compile
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,10 +23,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_flatten
 
 import sdp4bit
-from examples import averages, by_hand, engine
+from benchmarks.muon_traffic import CollectiveCounter
+from examples import averages, by_hand, engine, muon
 from sdp4bit import SDP4BitConfig
 from sdp4bit.collectives import create_topology
 from tests import ROOT
@@ -232,6 +236,74 @@ def test_the_example_of_an_engine_draws_no_rounding_key_twice() -> None:
     unnamed.blocks[1].name = unnamed.blocks[0].name
     with pytest.raises(ValueError, match=r"two parameter groups are named 'layers\.0'"):
         engine.ZeRO2Handle(unnamed, config=SDP4BitConfig(), topology=2)
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    """Return the weights, moments and counters of a checkpoint."""
+    file = folder / "full.pt"
+    dcp_to_torch_save(folder, file)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    # They mark a loaded row that no refresh has used, as with weights in full precision.
+    state["comm"].pop("fingerprints", None)
+    return state
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "collectives", "last"),
+    [
+        ([], 108, "7.69x fewer inter-node bytes than without sdp4bit"),
+        (["--ddp"], 0, "11.63x fewer inter-node bytes than without sdp4bit"),
+    ],
+    ids=["FSDP2", "DDP"],
+)
+def test_the_example_of_muon_resumes_bit_for_bit(
+    options: list[str], collectives: int, last: str, tmp_path: Path
+) -> None:
+    def train(folder: Path) -> list[str]:
+        return run("muon.py", *options, f"--checkpoints={folder}", "--steps=4", "--save-every=2", ranks=4)
+
+    lines = train(tmp_path / "all")
+    assert len(losses(lines)) == 4 and losses(lines)[-1] < losses(lines)[0] - 0.3
+    assert re.fullmatch(r"gradients: [\d,]+ bytes between nodes per rank and step", lines[-3])
+    assert lines[-2:] == [f"Muon: {collectives} collectives per step, all inside a node", last]
+
+    shutil.copytree(tmp_path / "all" / "step-00000002", tmp_path / "rest" / "step-00000002")
+    resumed = train(tmp_path / "rest")
+    assert [line for line in resumed if "resumed" in line] == ["resumed at step 2"]
+    assert losses(resumed) == losses(lines)[2:]
+    found, expected = (checkpoint(tmp_path / name / "step-00000004") for name in ("rest", "all"))
+    assert found.keys() == expected.keys() == {"model", "adamw", "muon", "step", "comm"}
+    assert len(expected["muon"]["state"]) == 8
+    # Every parameter has one optimizer.
+    assert len(expected["adamw"]["state"]) + 8 == len(expected["model"])
+    (values, layout), (expected_values, expected_layout) = tree_flatten(found), tree_flatten(expected)
+    assert layout == expected_layout
+    for value, other in zip(values, expected_values, strict=True):
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+@on_ranks(4)
+def test_muon_of_the_example_sends_nothing_to_other_nodes() -> None:
+    trained = muon.Run(torch.device("cpu"), ddp=False)
+    before = [matrix.full_tensor() for matrix in trained.matrices]
+    for _ in range(2):
+        counter = CollectiveCounter(muon.PER_NODE)
+        trained.train_step(counter)
+        assert sum(counter.calls.values()) == 108 and counter.inter_bytes == 0
+        assert all(name.endswith("inside a node") for name in counter.calls)
+    assert trained.comm.stats()["steps"] == 2
+    trained.comm.audit()
+    # The step reached the model's own weights.
+    assert not any(map(torch.equal, before, (matrix.full_tensor() for matrix in trained.matrices)))
+    assert all(view.grad is None for view in trained.views)
+    # Clipping takes the model's parameters, because those on two meshes have no common norm.
+    stepped = [*trained.views, *trained.adamw.param_groups[0]["params"]]
+    for parameter in stepped:
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="same mesh"):
+        nn.utils.clip_grad_norm_(stepped, 1.0)
 
 
 @pytest.mark.gloo
