@@ -24,7 +24,7 @@ import numba
 import torch
 from torch import Tensor
 
-from sdp4bit.kernels.cpu import formats, kernels, tiles
+from sdp4bit.kernels.cpu import compilation, formats, kernels, tiles
 from sdp4bit.kernels.cpu.parameters import (
     NO_INDEX,
     DequantizeRows,
@@ -112,7 +112,7 @@ class _Compiled:
         if key not in self._addresses:
             with self._compiling():
                 if key not in self._addresses:
-                    self._addresses[key] = kernels.compile_kernel(*key)
+                    self._addresses[key] = compilation.compile_kernel(*key)
         return self._addresses[key]
 
     def runner(self, function: Callable[..., None]) -> Callable[[int, int, int], None]:
@@ -120,14 +120,14 @@ class _Compiled:
         if function not in self.runners:
             with self._compiling():
                 if function not in self.runners:
-                    self.runners[function] = kernels.compile_runner(function)
+                    self.runners[function] = compilation.compile_runner(function)
         return self.runners[function]
 
     def sum_words(self, *args: object) -> int:
         """Return `kernels.sum_words`, compiled, of the arguments."""
         if self._sum_words is None:
             with self._compiling():
-                self._sum_words = self._sum_words or kernels.compile_sum_words()
+                self._sum_words = self._sum_words or compilation.compile_sum_words()
         return self._sum_words(*args)
 
     @contextmanager
