@@ -15,7 +15,7 @@ from numba import cfunc, njit, types
 from numba.core.compiler import Compiler
 
 from sdp4bit.kernels.cpu.kernels import run_parallel, sum_words
-from sdp4bit.kernels.cpu.parameters import Flags, Parameters
+from sdp4bit.kernels.cpu.parameters import Flags, Group, Parameters
 from sdp4bit.log import logger
 
 _TYPICAL_SECONDS = 3, 30
@@ -102,7 +102,7 @@ def _announce(lock: int | None, where: str) -> None:
         logger.warning("compiling CPU kernels %s (%d to %d s)", where, *_TYPICAL_SECONDS)
 
 
-def compile_kernel(kernel: Callable[..., None], flags: Flags, groups: tuple[type, ...]) -> int:
+def compile_kernel(kernel: Callable[..., None], flags: Flags, groups: tuple[type[Group], ...]) -> int:
     """Return the address of a kernel compiled for these flags and groups of parameters."""
     kind = types.void(types.int64, types.int64, Parameters(flags, groups))
     compiled: int = _compile(cfunc, kernel, kind, error_model="numpy").address
