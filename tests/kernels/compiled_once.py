@@ -13,7 +13,7 @@ from pathlib import Path
 
 from numba import njit, types
 
-from sdp4bit.kernels.cpu import kernels
+from sdp4bit.kernels.cpu import compilation
 
 
 def doubled(number):
@@ -33,4 +33,4 @@ def slow(*args: object, **options: object) -> Callable[[Callable[..., int]], Cal
 
 
 if __name__ == "__main__":
-    assert kernels._compile(slow, doubled, types.int64(types.int64))(4) == 8
+    assert compilation._compile(slow, doubled, types.int64(types.int64))(4) == 8

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sdp4bit.kernels.triton.chunks import CHUNK, Coding, of, offsets
+from sdp4bit.kernels.triton.chunks import CHUNK, offsets
 from sdp4bit.kernels.triton.codes import round_codes
+from sdp4bit.kernels.triton.coding import Coding, of
 from sdp4bit.kernels.triton.formats import without_dither
 from tests.quantization.new_formats import FOUR, SIX
 

@@ -27,7 +27,7 @@ pytest.importorskip("numba", reason="needs numba")
 import numba
 
 from sdp4bit.kernels.cpu import backend as cpu
-from sdp4bit.kernels.cpu import kernels as cpu_kernels
+from sdp4bit.kernels.cpu import compilation, kernels
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit_lab.selftest.cases import KEY, SHAPES, Shape, guarded_messages, make_values, whole
@@ -103,7 +103,7 @@ class TestCalls:
 
     def test_taken_parallel_region_is_not_waited_for(self, monkeypatch):
         main, out = make_values(LONG, seed=1), guarded_messages(1, LONG_LAYOUT)
-        monkeypatch.setattr(cpu_kernels, "run_parallel", None)
+        monkeypatch.setattr(kernels, "run_parallel", None)
         assert cpu._parallel.enter()
         try:
             with ops.use_backend("numba"):
@@ -119,11 +119,11 @@ class TestCalls:
             raise RuntimeError("no locator available") if missing == "cache" else OSError
 
         monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-        monkeypatch.setattr(cpu_kernels, "_is_announced", False)
-        attempt = (cpu_kernels, "njit") if missing == "cache" else (cpu_kernels.fcntl, "lockf")
+        monkeypatch.setattr(compilation, "_is_announced", False)
+        attempt = (compilation, "njit") if missing == "cache" else (compilation.fcntl, "lockf")
         monkeypatch.setattr(*attempt, refuse)
         signature = numba.types.int64(numba.types.int64)
-        assert cpu_kernels._compile(numba.njit, compiled_once.doubled, signature)(4) == 8
+        assert compilation._compile(numba.njit, compiled_once.doubled, signature)(4) == 8
         where = "in every process, because numba cannot" if missing == "cache" else "not in the cache"
         assert caplog.text.count("compiling CPU kernels") == 1 and where in caplog.text
         assert list(tmp_path.rglob("*.nbi")) == [] or missing == "lock"

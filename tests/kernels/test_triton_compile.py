@@ -30,7 +30,8 @@ if not backend._IS_COMPILED:
     pytest.skip("Triton interprets kernels in this process", allow_module_level=True)
 
 from sdp4bit.kernels.triton import formats
-from sdp4bit.kernels.triton.chunks import Coding, offsets
+from sdp4bit.kernels.triton.chunks import offsets
+from sdp4bit.kernels.triton.coding import Coding
 from sdp4bit.quantization.formats import INT8
 from tests.kernels import compiled
 from tests.kernels.compiled import KERNELS, TARGETS, Launch, launched, machine_code

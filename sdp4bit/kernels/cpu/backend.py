@@ -18,17 +18,18 @@ from contextlib import contextmanager
 from ctypes import c_float
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numba
 import torch
 from torch import Tensor
 
-from sdp4bit.kernels.cpu import formats, kernels, tiles
+from sdp4bit.kernels.cpu import compilation, formats, kernels, tiles
 from sdp4bit.kernels.cpu.parameters import (
     NO_INDEX,
     DequantizeRows,
     Flags,
+    Group,
     Layout,
     QuantizeRows,
     ReduceQuantize,
@@ -54,6 +55,8 @@ class _Workspace(threading.local):
     """Parameters and working memory of the calling thread, reused so that their pages stay mapped."""
 
     size = 0
+    view: Any  # an array of numpy, whose type is a `Buffer` only from Python 3.12 on
+    address: int
 
     def grow(self, size: int) -> None:
         buffer = torch.empty(size, dtype=torch.uint8)
@@ -112,7 +115,7 @@ class _Compiled:
         if key not in self._addresses:
             with self._compiling():
                 if key not in self._addresses:
-                    self._addresses[key] = kernels.compile_kernel(*key)
+                    self._addresses[key] = compilation.compile_kernel(*key)
         return self._addresses[key]
 
     def runner(self, function: Callable[..., None]) -> Callable[[int, int, int], None]:
@@ -120,14 +123,14 @@ class _Compiled:
         if function not in self.runners:
             with self._compiling():
                 if function not in self.runners:
-                    self.runners[function] = kernels.compile_runner(function)
+                    self.runners[function] = compilation.compile_runner(function)
         return self.runners[function]
 
     def sum_words(self, *args: object) -> int:
         """Return `kernels.sum_words`, compiled, of the arguments."""
         if self._sum_words is None:
             with self._compiling():
-                self._sum_words = self._sum_words or kernels.compile_sum_words()
+                self._sum_words = self._sum_words or compilation.compile_sum_words()
         return self._sum_words(*args)
 
     @contextmanager
@@ -167,15 +170,20 @@ class _Program:
         padded, group_size = layouts[-1].padded_numel, layouts[-1].group_size
         tile = min(max(1, _TILE // group_size) * group_size, padded)
         self.memory = round_up(5 * tile + 128 + tile // 8 + 8 * terms, 64)  # bytes of a thread
-        self.groups = (*[Layout] * len(layouts), Work)
+        self.groups: tuple[type[Group], ...] = (*[Layout] * len(layouts), Work)
         work = Work(tile=tile, offset=_PARAMETER_BYTES, memory_stride=self.memory)
         numbers = *chain.from_iterable(_numbers_of(each, clip) for each in layouts), *work
         self.packed = struct.pack(f"{len(numbers)}q", *numbers)
-        formats = {"received": received and received.format, "sent": sent and sent.format}
-        modes = {"rounding": _MODES[rounding], "is_clipped": clip < 1}
-        self.kernel, self.flags, self.address = kernel, Flags(**formats, **modes, **flags), 0
+        self.flags = Flags(
+            received=None if received is None else received.format,
+            sent=None if sent is None else sent.format,
+            rounding=_MODES[rounding],
+            is_clipped=clip < 1,
+            **flags,
+        )
+        self.kernel, self.address = kernel, 0
 
-    def launch(self, runner: Callable[..., None], threads: int, groups: tuple[tuple[int, ...], ...]) -> None:
+    def launch(self, runner: Callable[..., None], threads: int, groups: tuple[Group, ...]) -> None:
         """Run the kernel with these groups of parameters and its own."""
         size = _PARAMETER_BYTES + threads * self.memory
         if _workspace.size < size:
@@ -188,7 +196,7 @@ class _Program:
         (_compiled.runners.get(runner) or _compiled.runner(runner))(self.address, threads, address)
 
 
-def _run(program: _Program, work: int, *groups: tuple[int, ...]) -> None:
+def _run(program: _Program, work: int, *groups: Group) -> None:
     """Run a program on enough threads for `work` values."""
     if not work:
         return
@@ -225,7 +233,8 @@ def _numbers_of(layout: MessageLayout, clip: float) -> Layout:
     return Layout(**named, step=_float_bits(clip / (layout.format.largest or 1)))
 
 
-_program = lru_cache(maxsize=4096)(_Program)
+# With the type of the class, whose arguments are checked, unlike those of a cache.
+_program = cast(type[_Program], lru_cache(maxsize=4096)(_Program))
 
 
 def subtract_quantize(
@@ -242,9 +251,14 @@ def subtract_quantize(
     main = main if main.dtype in _READ_IN_PLACE else main.float()
     if replica is not None and replica.dtype not in _READ_IN_PLACE:
         replica = replica.float()
-    flags = {"has_replica": replica is not None, "has_blocks": blocks is not None}
     _run(
-        _program(kernels.quantize_rows, sent=layout, clip=clip, **flags),
+        _program(
+            kernels.quantize_rows,
+            sent=layout,
+            clip=clip,
+            has_replica=replica is not None,
+            has_blocks=blocks is not None,
+        ),
         layout.numel,
         QuantizeRows(
             values=main.data_ptr(),
@@ -309,9 +323,14 @@ def hadamard_quantize(
         values = values.to(torch.float32, memory_format=torch.contiguous_format)
     destinations, size = values.shape[0] - (skip is not None), values.element_size()
     outer, inner, _ = values.stride()
-    flags = {"hadamard": hadamard, "has_blocks": blocks is not None}
     _run(
-        _program(kernels.quantize_rows, sent=layout, rounding=rounding and rounding.dither, **flags),
+        _program(
+            kernels.quantize_rows,
+            sent=layout,
+            rounding=rounding and rounding.dither,
+            hadamard=hadamard,
+            has_blocks=blocks is not None,
+        ),
         destinations * layout.parts * layout.numel,
         QuantizeRows(
             values=values.data_ptr(),
@@ -343,9 +362,15 @@ def dequantize_reduce_quantize(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_quantize`."""
     terms, destinations = messages.shape[0], out.shape[0] - (skip is not None)
-    flags = {"rounding": rounding and rounding.dither, "is_dither": dither is not None}
     _run(
-        _program(kernels.reduce_quantize, received=received, sent=sent, terms=terms, **flags),
+        _program(
+            kernels.reduce_quantize,
+            received=received,
+            sent=sent,
+            terms=terms,
+            rounding=rounding and rounding.dither,
+            is_dither=dither is not None,
+        ),
         max(terms, 1) * destinations * sent.parts * sent.numel,
         ReduceQuantize(
             messages=messages.data_ptr(),
@@ -388,9 +413,15 @@ def dequantize_reduce_hadamard(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
     terms, target = messages.shape[0], out if out.dtype in _READ_IN_PLACE else out.float()
-    flags = {"hadamard": hadamard, "is_dither": dither is not None, "has_blocks": blocks is not None}
     _run(
-        _program(kernels.dequantize_rows, received=layout, terms=terms, **flags),
+        _program(
+            kernels.dequantize_rows,
+            received=layout,
+            terms=terms,
+            hadamard=hadamard,
+            is_dither=dither is not None,
+            has_blocks=blocks is not None,
+        ),
         max(terms, 1) * layout.numel,
         DequantizeRows(
             messages=messages.data_ptr(),
@@ -424,9 +455,14 @@ def dequantize_reduce_pieces(
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_pieces`."""
     terms, target = messages.shape[0] // pieces, out if out.dtype in _READ_IN_PLACE else out.float()
     keys = None if dither is None else torch.tensor([dither.key(piece)[:2] for piece in range(pieces)])
-    flags = {"hadamard": hadamard, "is_dither": dither is not None}
     _run(
-        _program(kernels.dequantize_rows, received=layout, terms=terms, **flags),
+        _program(
+            kernels.dequantize_rows,
+            received=layout,
+            terms=terms,
+            hadamard=hadamard,
+            is_dither=dither is not None,
+        ),
         max(messages.shape[0], 1) * layout.numel,
         DequantizeRows(
             messages=messages.data_ptr(),

@@ -1,4 +1,4 @@
-"""The kernels of the CPU back end, compiled on first use by one process of a machine, into numba's cache.
+"""The kernels of the CPU back end, which numba compiles; see :mod:`sdp4bit.kernels.cpu.compilation`.
 
 A kernel does the share of thread `thread` of `threads`. Rows are cut into tiles of complete groups that fit
 the L1 cache with their codes. All steps of an operator run on one tile before the next, which is prefetched
@@ -9,22 +9,12 @@ of flags, so that innermost loops do not branch on them.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pickle
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, prange, types
-from numba.core.compiler import Compiler
+from numba import prange, types
 from numba.extending import intrinsic
 
-from sdp4bit.kernels.cpu.parameters import ONE_BITS, Flags, Parameters, address_of, unpack
+from sdp4bit.kernels.cpu.parameters import ONE_BITS, address_of, unpack
 from sdp4bit.kernels.cpu.tiles import (
     DITHER,
     Ahead,
@@ -50,12 +40,7 @@ from sdp4bit.kernels.cpu.vectors import (
     store_u8,
     store_u32,
 )
-from sdp4bit.log import logger
 
-_TYPICAL_SECONDS = 3, 30
-"""Time to compile the kernels of a training run."""
-_RECENT_SECONDS = 600.0
-"""Time in which the ranks of one launcher announce compilation only once."""
 _ZERO = np.float32(0)
 _NOTHING = Ahead(0, 0, 0, 0)
 
@@ -321,100 +306,6 @@ def run_parallel(kernel, threads, parameters):
         _call(kernel, thread, threads, parameters)
 
 
-class _NotCachedError(Exception):
-    """Report that numba's cache lacks a kernel."""
-
-
-class _CachedOnly(Compiler):
-    """Refuse to compile; numba creates its pipeline only for a kernel that its cache lacks."""
-
-    def __init__(self, *_: Any) -> None:
-        raise _NotCachedError
-
-
-def _compile(decorator: Callable[..., Any], function: Callable[..., None], *args: Any, **options: Any) -> Any:
-    """Return a compiled function from numba's cache; if it is not there, one process compiles it for all."""
-
-    def build(**caching: Any) -> Any:
-        return decorator(*args, **options, **caching)(function)
-
-    try:
-        folder = Path(njit(cache=True)(function).stats.cache_path)
-    except RuntimeError:  # numba has no writable cache directory
-        _announce(None, "in every process, because numba cannot write its cache: set NUMBA_CACHE_DIR")
-        return build()
-
-    def cached() -> Any:
-        try:
-            return build(cache=True, pipeline_class=_CachedOnly)
-        except (AttributeError, EOFError, ImportError, pickle.UnpicklingError):
-            # The index is damaged, or names classes of another version of this library.
-            for index in folder.glob(f"*.{function.__qualname__}-*.nbi"):
-                index.unlink(missing_ok=True)
-            raise _NotCachedError from None
-
-    with suppress(_NotCachedError):
-        return cached()
-    with _locked(folder / "sdp4bit-kernels.lock") as lock:
-        # Another process may have compiled it meanwhile.
-        with suppress(_NotCachedError):
-            return cached()
-        _announce(lock, "that are not in the cache")
-        try:
-            return build(cache=True)
-        except OSError:  # the disk of the cache is full
-            return build()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[int | None]:
-    """Hold a lock of this machine's processes, which ends with its process; yield its file, None without.
-
-    Not `flock`, whose lock a forked child would keep.
-    """
-    file: int | None = None
-    try:
-        with suppress(OSError):  # another user's, or a file system without locks
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.lockf(file, fcntl.LOCK_EX)
-        yield file
-    finally:
-        if file is not None:
-            os.close(file)
-
-
-_is_announced = False
-
-
-def _announce(lock: int | None, where: str) -> None:
-    """Log that kernels are compiled, unless another process of the same parent has just done so."""
-    global _is_announced
-    is_known, _is_announced = _is_announced, True
-    if not is_known and lock is not None:
-        parent = str(os.getppid()).encode()
-        is_recent = time.time() - os.fstat(lock).st_mtime < _RECENT_SECONDS
-        is_known = is_recent and os.pread(lock, 32, 0) == parent
-        os.ftruncate(lock, os.pwrite(lock, parent, 0))
-    if not is_known:
-        logger.warning("compiling CPU kernels %s (%d to %d s)", where, *_TYPICAL_SECONDS)
-
-
-def compile_kernel(kernel: Callable[..., None], flags: Flags, groups: tuple[type, ...]) -> int:
-    """Return the address of a kernel compiled for these flags and groups of parameters."""
-    kind = types.void(types.int64, types.int64, Parameters(flags, groups))
-    compiled: int = _compile(cfunc, kernel, kind, error_model="numpy").address
-    return compiled
-
-
-def compile_runner(runner: Callable[..., None]) -> Callable[[int, int, int], None]:
-    """Return run_here or run_parallel, compiled."""
-    kind = types.void(types.int64, types.int64, types.int64)
-    compiled: Callable[[int, int, int], None] = _compile(
-        njit, runner, kind, nogil=True, parallel=runner is run_parallel
-    )
-    return compiled
-
-
 def sum_words(words, factors, stripe_words, golden):
     """Return the checksum of words, int64 [n]; see `quantization/checksum.py`."""
     total = np.int64(0)
@@ -425,10 +316,3 @@ def sum_words(words, factors, stripe_words, golden):
             subtotal += word * factors[0, i] + (word >> 32) * factors[1, i]
         total += subtotal * ((2 * piece + 1) * golden)
     return total
-
-
-def compile_sum_words() -> Callable[..., int]:
-    """Return `sum_words`, compiled."""
-    kind = types.int64(types.int64[::1], types.int64[:, ::1], types.int64, types.int64)
-    compiled: Callable[..., int] = _compile(njit, sum_words, kind, nogil=True)
-    return compiled

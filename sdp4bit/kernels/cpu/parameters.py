@@ -7,8 +7,9 @@ classes of the groups that it is called with.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numba import typeof, types
 from numba.extending import intrinsic, models, register_model
@@ -17,6 +18,7 @@ from sdp4bit.kernels.cpu import formats, tiles, vectors
 from sdp4bit.kernels.cpu.formats import coding_of
 from sdp4bit.kernels.cpu.vectors import INT64, point
 from sdp4bit.quantization.formats import Format
+from sdp4bit.quantization.random import RoundingKey
 
 NO_INDEX = 1 << 62
 ONE_BITS = 0x3F800000
@@ -111,6 +113,9 @@ class DequantizeRows(NamedTuple):
     blocks: int = 0
 
 
+Group = QuantizeRows | ReduceQuantize | DequantizeRows | RoundingKey | Layout | Work
+
+
 class Parameters(types.Type):
     """Address of groups of parameters, with the flags and formats that the kernel is compiled for.
 
@@ -118,9 +123,9 @@ class Parameters(types.Type):
     and its argument types.
     """
 
-    def __init__(self, flags: Flags, groups: tuple[type, ...]) -> None:
+    def __init__(self, flags: Flags, groups: tuple[type[Group], ...]) -> None:
         self.flags, self.groups = flags, groups
-        files = {__file__, *(module.__file__ for module in (formats, tiles, vectors))}
+        files = {__file__, *(str(module.__file__) for module in (formats, tiles, vectors))}
         for format in (each for each in flags if isinstance(each, Format)):
             files |= {each.py_func.__code__.co_filename for each in formats.FORMATS[format.name] if each}
         sources = b"".join(Path(file).read_bytes() for file in sorted(files))
@@ -130,25 +135,27 @@ class Parameters(types.Type):
 
 @register_model(Parameters)
 class _ParametersModel(models.PrimitiveModel):
-    def __init__(self, manager, kind):
+    def __init__(self, manager: Any, kind: Parameters) -> None:
         super().__init__(manager, kind, INT64)
 
 
 @intrinsic
-def address_of(typing_context, parameters):
+def address_of(typing_context: Any, parameters: Parameters) -> Any:
     """Return the address of parameters."""
     return types.int64(parameters), lambda context, builder, sig, args: args[0]
 
 
 @intrinsic
-def unpack(typing_context, parameters):
+def unpack(typing_context: Any, parameters: Parameters) -> Any:
     """Return the flags, as constants, and the groups of parameters."""
-    flags = (coding_of(each) if isinstance(each, Format) else int(each or 0) for each in parameters.flags)
-    flags = Flags(*flags)
+    constants: Iterator[Any] = (
+        coding_of(each) if isinstance(each, Format) else int(each or 0) for each in parameters.flags
+    )
+    flags = Flags(*constants)
     kinds = [types.NamedUniTuple(types.int64, len(each._fields), each) for each in parameters.groups]
     result = types.Tuple([typeof(flags), *kinds])
 
-    def codegen(context, builder, sig, args):
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         block, index = point(builder, args[0], INT64), 0
         values = [context.get_constant_generic(builder, result[0], flags)]
         for kind in kinds:

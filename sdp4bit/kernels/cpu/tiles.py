@@ -94,7 +94,7 @@ class Terms(NamedTuple):
     """How messages are summed."""
 
     coding: Any
-    count: int  # of messages
+    count: int  # type: ignore[assignment]  # of messages; not the method of tuples
     stride: int  # bytes between them
     table: int  # address of their fp32 scales, which `sum_messages` writes
     masks: int  # address of the masks of their dither, written by `write_masks`

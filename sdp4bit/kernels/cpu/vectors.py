@@ -22,6 +22,8 @@ The transform and the hash gain most, because their shuffles stay in registers.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -43,7 +45,7 @@ class Vector(types.Type):
 
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager, vector):
+    def __init__(self, manager: Any, vector: Vector) -> None:
         super().__init__(manager, vector, ir.VectorType(_LANE[vector.scalar], vector.lanes))
 
 
@@ -51,27 +53,27 @@ F16, F32 = Vector(types.float32, 16), Vector(types.float32, 32)
 I16, I32 = Vector(types.int32, 16), Vector(types.int32, 32)
 
 
-def _constant(lanes, value):
+def _constant(lanes: int, value: int) -> Any:
     return ir.Constant(ir.VectorType(INT32, lanes), [INT32(value)] * lanes)
 
 
-def _splat(builder, scalar, lanes):
+def _splat(builder: Any, scalar: Any, lanes: int) -> Any:
     # LLVM recognizes this pair: insert into lane 0, then shuffle lane 0 to all lanes.
     undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, scalar, INT32(0))
     return builder.shuffle_vector(first, undefined, _constant(lanes, 0))
 
 
-def _splat_int(builder, number, lanes):
+def _splat_int(builder: Any, number: Any, lanes: int) -> Any:
     return _splat(builder, builder.trunc(number, INT32), lanes)
 
 
-def _pick(builder, a, b, lanes):
+def _pick(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
     mask = ir.Constant(ir.VectorType(INT32, len(lanes)), [INT32(lane) for lane in lanes])
     return builder.shuffle_vector(a, b, mask)
 
 
-def _define_operator(operation, **instructions):
+def _define_operator(operation: Callable[..., object], **instructions: str) -> None:
     @infer_global(operation)
     class _Template(AbstractTemplate):
         def generic(self, args, kws):
@@ -93,12 +95,12 @@ _define_operator(operator.or_, int32="or_")
 _define_operator(operator.xor, int32="xor")
 
 
-def point(builder, address, pointee):
+def point(builder: Any, address: Any, pointee: Any) -> Any:
     """Return an LLVM pointer to an address, an int64."""
     return builder.inttoptr(address, pointee.as_pointer())
 
 
-def _loader(result, memory, widen):
+def _loader(result: Any, memory: Any, widen: Callable[[Any, Any, Any], Any]) -> Any:
     """Return a function of an address that loads a value stored as `memory`."""
 
     @intrinsic
@@ -115,15 +117,15 @@ def _loader(result, memory, widen):
     return load
 
 
-def _as_is(builder, value, target):
+def _as_is(builder: Any, value: Any, target: Any) -> Any:
     return value
 
 
-def _zero_extend(builder, value, target):
+def _zero_extend(builder: Any, value: Any, target: Any) -> Any:
     return builder.zext(value, target)
 
 
-def _widen_bf16(builder, value, target):
+def _widen_bf16(builder: Any, value: Any, target: Any) -> Any:
     # bf16 is the upper half of an fp32 number.
     lanes = target.count
     wide = builder.zext(value, ir.VectorType(INT32, lanes))
@@ -139,7 +141,7 @@ load_scalar_u32 = _loader(types.int64, INT32, _zero_extend)
 load_scalar_i64 = _loader(types.int64, INT64, _as_is)
 
 
-def _storer(memory, narrow):
+def _storer(memory: Any, narrow: Callable[[Any, Any, Any], Any]) -> Any:
     """Return a function of an address and a vector or an int64 that stores it as `memory`."""
 
     @intrinsic
@@ -153,11 +155,11 @@ def _storer(memory, narrow):
     return store
 
 
-def _truncate(builder, value, target):
+def _truncate(builder: Any, value: Any, target: Any) -> Any:
     return builder.trunc(value, target)
 
 
-def _narrow_bf16(builder, value, target):
+def _narrow_bf16(builder: Any, value: Any, target: Any) -> Any:
     """Round to nearest even by integers; NaN becomes 0x7FC0."""
     # Adding 0x7FFF, and 1 if the upper half is odd, carries for more than a half and for a half that rounds
     # to even. A carry out of the mantissa correctly raises the exponent up to infinity. NaN is restored.
@@ -179,11 +181,11 @@ _TWO_BITS = [2 * (lane % 16) for lane in range(32)]
 """Bit offset of each of 32 2-bit codes in its word of 16 codes."""
 
 
-def _lanes(numbers):
+def _lanes(numbers: Sequence[int]) -> Any:
     return ir.Constant(ir.VectorType(INT32, len(numbers)), [INT32(number) for number in numbers])
 
 
-def _floats(numbers):
+def _floats(numbers: Sequence[float]) -> Any:
     return ir.Constant(ir.VectorType(FLOAT, len(numbers)), [FLOAT(number) for number in numbers])
 
 
@@ -288,7 +290,7 @@ def store_seven_bits(typing_context, address, numbers):
     return types.void(types.int64, numbers), codegen
 
 
-def _shuffler(lanes):
+def _shuffler(lanes: Sequence[int]) -> Any:
     @intrinsic
     def shuffle(typing_context, vector):
         def codegen(context, builder, sig, args):
@@ -308,12 +310,12 @@ def join(typing_context, first, second):
     """Return 32 lanes of twice 16."""
 
     def codegen(context, builder, sig, args):
-        return _pick(builder, *args, range(32))
+        return _pick(builder, args[0], args[1], range(32))
 
     return Vector(first.scalar, 32)(first, second), codegen
 
 
-def _lanewise(scalar, instruction):
+def _lanewise(scalar: Any, instruction: str) -> Any:
     @intrinsic
     def convert(typing_context, vector):
         result = Vector(scalar, vector.lanes)
@@ -332,7 +334,7 @@ bits_of = _lanewise(types.int32, "bitcast")
 float_of_bits = _lanewise(types.float32, "bitcast")
 
 
-def _shifter(instruction):
+def _shifter(instruction: str) -> Any:
     @intrinsic
     def shift(typing_context, vector, count):
         def codegen(context, builder, sig, args):
@@ -346,7 +348,7 @@ def _shifter(instruction):
 shift_left, shift_right, shift_right_signed = _shifter("shl"), _shifter("lshr"), _shifter("ashr")
 
 
-def _splatter(lanes):
+def _splatter(lanes: int) -> Any:
     @intrinsic
     def splat(typing_context, number):
         is_float = isinstance(number, types.Float)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -64,6 +65,8 @@ program per tile was 6 % faster to 8 % slower than eight waves (`results/gpu/h20
 """
 _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
 """Words of a piece per program, 64 bytes per thread; not varied."""
+_MODES: dict[bool | None, int] = {None: NEAREST.value, False: STOCHASTIC.value, True: DITHER.value}
+"""Rounding modes by `rounding and rounding.dither`."""
 _VALUE_UNIT = 16
 """Rows whose length and strides are multiples of this are read and written in 16-byte vectors."""
 
@@ -97,11 +100,11 @@ def _programs(tiles: int, rows: int, num_warps: int, registers: int, device: tor
 
 
 def _launch(
-    kernel,
+    kernel: Any,
     grid: tuple[int, int, int],
     tensors: tuple[Tensor, ...],
     numbers: tuple[int | float | Tensor | None, ...],
-    constants: tuple,
+    constants: tuple[Any, ...],
     num_warps: int,
     *,
     registers: int = _REGISTERS,
@@ -177,9 +180,7 @@ def _dither_numbers(dither: RoundingKey | None) -> tuple[int | None, ...]:
 
 
 def _mode(rounding: RoundingKey | None) -> int:
-    if rounding is None:
-        return NEAREST.value
-    return DITHER.value if rounding.dither else STOCHASTIC.value
+    return _MODES[rounding and rounding.dither]
 
 
 def _message_stride(messages: Tensor) -> int:
@@ -196,9 +197,9 @@ def _quantize(
     replica: Tensor | None,
     out: Tensor,
     layout: MessageLayout,
+    *,
     hadamard: bool,
     rounding: RoundingKey | None,
-    *,
     destinations: int,
     strides: tuple[int, int],
     out_stride: int,
@@ -253,9 +254,22 @@ def subtract_quantize(
     # Without a transform a chunk may span threads, and more threads keep more loads in flight. Codes below
     # 4 bits are words of a full chunk.
     per_thread = 16 if FORMATS[layout.format.name].in_words else 8
-    place = {"destinations": 1, "strides": (0, 0), "out_stride": 0, "values_per_thread": per_thread}
-    optional = {"clip": clip, "blocks": blocks, "nonfinite": nonfinite}
-    _quantize(main, replica, out, layout, False, None, **place, is_paired=False, **optional)
+    _quantize(
+        main,
+        replica,
+        out,
+        layout,
+        hadamard=False,
+        rounding=None,
+        destinations=1,
+        strides=(0, 0),
+        out_stride=0,
+        values_per_thread=per_thread,
+        is_paired=False,
+        clip=clip,
+        blocks=blocks,
+        nonfinite=nonfinite,
+    )
 
 
 def dequantize_add(
@@ -307,11 +321,23 @@ def hadamard_quantize(
     destinations, parts, _ = values.shape
     # The stride of a dimension of size 1 is meaningless.
     strides = values.stride(0) if destinations > 1 else 0, values.stride(1) if parts > 1 else 0
-    place = {"destinations": destinations, "strides": strides, "out_stride": _message_stride(out)}
     # The second slot of a pair may be in a block after the last one, which has no entry.
     is_paired = hadamard and _in_pairs(layout) and blocks is None
-    work = {"values_per_thread": 32 if is_paired else 16, "is_paired": is_paired}
-    _quantize(values, None, out, layout, hadamard, rounding, **place, **work, skip=skip, blocks=blocks)
+    _quantize(
+        values,
+        None,
+        out,
+        layout,
+        hadamard=hadamard,
+        rounding=rounding,
+        destinations=destinations,
+        strides=strides,
+        out_stride=_message_stride(out),
+        values_per_thread=32 if is_paired else 16,
+        is_paired=is_paired,
+        skip=skip,
+        blocks=blocks,
+    )
 
 
 def dequantize_reduce_quantize(

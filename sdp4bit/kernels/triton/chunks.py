@@ -22,12 +22,10 @@ Tensors per chunk, such as masks, have one dimension less than values.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from sdp4bit.quantization.formats import Format
+from sdp4bit.kernels.triton.coding import of
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 CHUNK = tl.constexpr(16)
@@ -35,36 +33,6 @@ CHUNK = tl.constexpr(16)
 ABS_MASK = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 NAN_SCALE = tl.constexpr(0x7FC0)
-
-
-class Coding:
-    """A format as a constant of kernels: its numbers, and its pair of functions (see `formats.py`).
-
-    With `in_words`, 16 codes are words and no vector of bytes. With `in_halves`, the two chunks of a slot
-    share their bytes, as with int4, which needs no functions.
-    """
-
-    def __init__(
-        self, format: Format, *, load: Any, store: Any, in_halves: bool = False, in_words: bool = False
-    ) -> None:
-        self.name, self.block_bytes, self.has_scales = format.name, format.block_bytes, format.has_scales
-        self.largest, self.offset = format.largest or 1, format.offset
-        self.load, self.store, self.in_halves, self.in_words = load, store, in_halves, in_words
-
-    def __repr__(self) -> str:
-        return self.name
-
-    @property
-    def cache_key(self) -> str:
-        """Text that changes with the functions, for Triton's cache of compiled kernels."""
-        functions = [getattr(each, "cache_key", "") for each in (self.load, self.store)]
-        return f"{self.name} {self.block_bytes} {self.largest} {self.in_halves} {self.in_words} {functions}"
-
-
-@triton.constexpr_function
-def of(format: Coding, name: str) -> object:  # not Any: Triton cannot hash it on Python 3.10
-    """Return an attribute of a format, in a kernel."""
-    return getattr(format, name)
 
 
 @triton.jit

@@ -12,9 +12,9 @@ from sdp4bit.kernels.triton.chunks import (
     NAN_SCALE,
     chunks_of,
     float_from_bf16,
-    of,
     offsets,
 )
+from sdp4bit.kernels.triton.coding import of
 from sdp4bit.kernels.triton.random_bits import (
     hash32,
     high16,

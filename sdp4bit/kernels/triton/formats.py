@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
-from sdp4bit.kernels.triton.chunks import CHUNK, IS_INTERPRETED, Coding, of, offsets
+from sdp4bit.kernels.triton.chunks import CHUNK, IS_INTERPRETED, offsets
 from sdp4bit.kernels.triton.codes import CODE_SHIFT, DITHER, DITHER_BIAS, fixed_point, round_codes
+from sdp4bit.kernels.triton.coding import Coding, of
 from sdp4bit.quantization.formats import ELEVEN, FP32, INT2, INT3, INT4, INT8
 
 _SIGN_8 = tl.constexpr(0x80 << 9)

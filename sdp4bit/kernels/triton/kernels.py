@@ -25,7 +25,6 @@ from sdp4bit.kernels.triton.chunks import (
     load_mixed,
     load_values,
     mix16,
-    of,
     offsets,
     scale_slots,
     store_values,
@@ -44,6 +43,7 @@ from sdp4bit.kernels.triton.codes import (
     store_codes,
     sum_messages,
 )
+from sdp4bit.kernels.triton.coding import of
 from sdp4bit.kernels.triton.random_bits import draw_dither, draw_dithers
 from sdp4bit.quantization.checksum import GOLDEN, ROUNDS, STRIPE_WORDS, signed64
 
