@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from sdp4bit import SDP4BitConfig
+from sdp4bit import GradientConfig, SDP4BitConfig
 from sdp4bit.traffic import Grid
 from tests import mutations
 from tests.oracles.traffic import gradient_exchange, weight_gather, weight_refresh
@@ -271,6 +271,33 @@ def test_optimizers_may_come_late_change_be_wrapped_or_written_by_hand() -> None
 @on_ranks(2)
 def test_steps_of_muon_are_noticed() -> None:
     assert_close_to_plain(bringing, "Muon")
+
+
+@on_ranks(2)
+def test_muon_with_few_bits_is_warned_of_once() -> None:
+    """Also if it steps views, which are no parameters of the model. Others and 8 bits are no cause."""
+    warned = r"Muon steps with gradients of int4 .* GradientConfig\(inter_bits=8\)"
+    for config, views, is_warned in (
+        (QUANTIZED, False, True),
+        (QUANTIZED, True, True),
+        (SDP4BitConfig(gradients=GradientConfig(min_numel=0, inter_bits=8)), False, False),
+        (SDP4BitConfig(gradients=None), False, False),
+        (SDP4BitConfig(gradients=GradientConfig(min_numel=0, start_step=9)), False, False),
+    ):
+        run = Run(build(), config, topology=1)
+        run.optimizer = both = muon_and_adamw(run.model)
+        if views:
+            (group,) = both.both[0].param_groups
+            given = group["params"]
+            group["params"] = [p.detach() for p in given]
+        with first_rank_warns(warned, firsts=(0,) if is_warned else ()):
+            for _ in range(2):
+                run.backward()
+                if views:
+                    for view, p in zip(group["params"], given, strict=True):
+                        view.grad = p.grad
+                run.step()
+        run.comm.remove()
 
 
 # -- groups whose weights are left to FSDP2 -----------------------------------------------------------

@@ -1,0 +1,31 @@
+"""A warning for Muon, which few bits between nodes cost more loss than AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from sdp4bit.collectives.group import Group
+from sdp4bit.quantization.formats import format_of
+
+HARMLESS_BITS = 8
+"""From here on no cost was measured (docs/muon.md)."""
+
+
+def muon_warning(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> str:
+    """Return what to do if a Muon steps with gradients of few bits; "" otherwise.
+
+    Muon's own name decides, because it may step views, which are no parameters of the model.
+    """
+    name = type(optimizer).__name__
+    if "muon" not in name.lower():
+        return ""
+    sent = [format_of(group.gradients.bits) for group in groups if group.gradients.bits is not None]
+    fewest = min((each for each in sent if each.has_scales), key=lambda each: each.bits, default=None)
+    if fewest is None or fewest.bits >= HARMLESS_BITS:
+        return ""
+    return (
+        f"{name} steps with gradients of {fewest.name} between nodes, which cost Muon more loss than AdamW "
+        f"(docs/muon.md): use GradientConfig(inter_bits={HARMLESS_BITS}), which cost none that was measured"
+    )
