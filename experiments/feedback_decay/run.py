@@ -16,6 +16,7 @@ import glob
 import json
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from sdp4bit.quantization.layout import message_layout
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
 
 GROUP_SIZE = 128
+LION_RATE, SGD_RATE = 1e-3, 0.1
 CHECKED = 24  # batches of the validation
 
 
@@ -125,6 +127,21 @@ class Muon:
                 x = x.mT
             for p, update in zip(parameters, x, strict=True):
                 p.add_(update, alpha=-rate * max(1.0, shape[0] / shape[1]) ** 0.5)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., arXiv 2302.06675): the sign of an average of gradients."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], rate: float) -> None:
+        super().__init__(parameters, {"lr": rate, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.add_(average.lerp(p.grad, 1 - group["betas"][0]).sign_(), alpha=-group["lr"])
+                average.lerp_(p.grad, 1 - group["betas"][1])
 
 
 class Link:
@@ -229,12 +246,15 @@ def train(case: Case, seed: int, text: Text, options: argparse.Namespace) -> dic
     outer = [p for n, p in named.items() if p.ndim == 2 and "blocks" not in n]
     vectors = [p for p in named.values() if p.ndim < 2]
     with_muon = case.optimizer.startswith("muon")
-    adam = torch.optim.AdamW(
-        outer + vectors if with_muon else named.values(),
-        options.adamw_rate,
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-    )
+    given = outer + vectors if with_muon else list(named.values())
+    rate = {"lion": LION_RATE, "sgd": SGD_RATE}.get(case.optimizer, options.adamw_rate)
+    usual: torch.optim.Optimizer
+    if case.optimizer == "lion":
+        usual = Lion(given, rate)
+    elif case.optimizer == "sgd":
+        usual = torch.optim.SGD(given, rate, momentum=0.9, nesterov=True)
+    else:
+        usual = torch.optim.AdamW(given, rate, betas=(0.9, 0.95), weight_decay=0.0)
     muon = Muon(inner, nesterov=case.optimizer == "muon") if with_muon else None
     links = []
     if case.bits is not None:
@@ -261,9 +281,8 @@ def train(case: Case, seed: int, text: Text, options: argparse.Namespace) -> dic
             link.reduce(seed=seed, step=step)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         part = min(1.0, (step + 1) / (0.1 * options.steps)) * (1 - 0.9 * step / options.steps)
-        for group in adam.param_groups:
-            group["lr"] = options.adamw_rate * part
-        adam.step()
+        usual.param_groups[0]["lr"] = rate * part
+        usual.step()
         if muon is not None:
             muon.step(options.muon_rate * part)
     generator = torch.Generator().manual_seed(7)
