@@ -173,8 +173,8 @@ def lines_of(result: dict[str, Any]) -> dict[str, Line]:
     for name, method in METHODS.items():
         runs = tuned.get(method.strategy, {})
         rates = [rate for rate in rates_of(result) if (method.timed, rate) in rows]
-        if not runs or not rates:
-            continue
+        if len(runs) < len(result["seeds"]) or not rates:
+            continue  # not finished
         first = next(iter(runs.values()))
         lines[name] = Line(
             method=method,

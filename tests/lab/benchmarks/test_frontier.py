@@ -48,7 +48,7 @@ def measured() -> dict[str, Any]:
             run("zeropp", seed, 2e-3, 7.0, None, None),
         ]
     runs += [run(name, 1, 1e-3, 9.0, 9.0, 9.0) for name in ("fsdp2", "sdp4bit", "local-30")]
-    runs += [run("zeropp", 1, 1e-3, None, None, None)]
+    runs += [run("zeropp", 1, 1e-3, None, None, None), run("ddp", 1, 1e-3, 6.0, 5.0, 4.0)]
     times = {"compute": 0.1, "fsdp2": 1.0, "fair": 0.8, "sdp4bit": 0.2, "local-1": 0.7, "zeropp": 0.3}
     seconds = [
         {
