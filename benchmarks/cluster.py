@@ -225,16 +225,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason is not None:
         print(f"the emulated cluster cannot run here: {reason}", file=sys.stderr)
         return EXIT_IMPOSSIBLE
-    from benchmarks.cluster_strategies import STRATEGIES, Cluster, Workload, strategies_for
+    from benchmarks.cluster_strategies import Cluster, Workload, strategies_for
+    from benchmarks.cluster_studies import BUILDERS
 
     cluster = Cluster(nodes=chosen.nodes, ranks_per_node=chosen.ranks_per_node)
     transport = "nccl" if is_gpu else "gloo"
     strategies = strategies_for(cluster, micro_batches=chosen.micro_batches, transport=transport)
     strategies = chosen.strategies.split(",") if chosen.strategies else strategies
-    unknown = [name for name in strategies if name not in STRATEGIES]
+    unknown = [name for name in strategies if name not in BUILDERS]
     unknown += [chosen.profile] if chosen.profile and chosen.profile not in strategies else []
     if unknown:
-        print(f"unknown strategies {', '.join(unknown)}: use {', '.join(STRATEGIES)}", file=sys.stderr)
+        print(f"unknown strategies {', '.join(unknown)}: use {', '.join(BUILDERS)}", file=sys.stderr)
         return EXIT_IMPOSSIBLE
     workload = Workload(
         hidden=chosen.hidden,

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -43,6 +44,13 @@ POWER_SGD_START = 2
 """Steps that PowerSGD first averages in full precision; the warm-up must be longer."""
 
 
+@functools.cache
+def read_tokens(path: str) -> dict[str, Tensor]:
+    """Return the tokens of a text for training and validation, int64 [n] each."""
+    tokens: dict[str, Tensor] = torch.load(path)
+    return tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Model and data; large enough by default that communication at 250 Mbit/s is 90 % of a step."""
@@ -59,6 +67,10 @@ class Workload:
     warmup_steps: int = 20
     """Steps of learning-rate warm-up. Without it, the gradient norm jumps from 3 to 47 at step 11, and a
     quantized run then has another loss than plain FSDP2."""
+    decay_steps: int | None = None
+    """Steps in which a cosine lowers the learning rate to a tenth; None keeps it constant."""
+    text: str | None = None
+    """File of tokens with the keys `train` and `held_out`; None draws random tokens."""
     seed: int = 0
 
     @property
@@ -74,15 +86,24 @@ class Workload:
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
-        return self.learning_rate * min(1.0, (step + 1) / self.warmup_steps)
+        if step < self.warmup_steps or self.decay_steps is None:
+            return self.learning_rate * min(1.0, (step + 1) / self.warmup_steps)
+        done = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+        return self.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
     def batch(self, step: int, *, rank: int) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a rank's step, both [micro_batch, sequence_length].
 
         Frequencies follow Zipf's law, as in text, and every other token follows from its predecessor, so that
-        a model can learn within few steps.
+        a model can learn within few steps. With a text, sequences begin at random places of it.
         """
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step * 4099 + rank)
+        if self.text is not None:
+            tokens = read_tokens(self.text)["train"]
+            last = len(tokens) - self.sequence_length
+            starts = torch.randint(last, (self.micro_batch, 1), generator=generator)
+            rows = tokens[starts + torch.arange(self.sequence_length + 1)]
+            return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         frequencies = 1.0 / torch.arange(1, self.vocabulary + 1)
         count = self.micro_batch * (self.sequence_length + 1)
         drawn = torch.multinomial(frequencies, count, replacement=True, generator=generator)
@@ -148,6 +169,19 @@ class TrainingStep:
         self._optimizer.zero_grad()
         self.steps += 1
         return loss.detach()
+
+    def finish(self) -> None:
+        """Exchange anything that ranks still hold back after the last step."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the model, sharded or not."""
+        return self._model.parameters()
+
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss of this rank's weights, [1]; all ranks call it with equal shapes."""
+        with torch.no_grad():
+            loss: Tensor = self._model(tokens, targets)
+        return loss
 
     def sent_bytes(self) -> float | None:
         """Return this rank's count of bytes sent to other nodes so far; None if it does not count."""
@@ -249,7 +283,9 @@ def _crossing(cluster: Cluster) -> float:
     return (cluster.ranks - cluster.ranks_per_node) / max(1, cluster.ranks - 1)
 
 
-def _quantized(config: SDP4BitConfig, *, levels: int = 2) -> Callable[[Workload, Cluster], TrainingStep]:
+def training_step_of_fsdp2(
+    config: SDP4BitConfig, *, levels: int = 2
+) -> Callable[[Workload, Cluster], TrainingStep]:
     """Return a builder of quantized FSDP2 with one level (all peers equal) or two."""
 
     def build(workload: Workload, cluster: Cluster) -> TrainingStep:
@@ -313,9 +349,13 @@ def ddp(
     return model, None
 
 
-def _ddp(hook: str | None) -> Callable[[Workload, Cluster], TrainingStep]:
+def training_step_of_ddp(hook: str | None, **power_sgd: Any) -> Callable[[Workload, Cluster], TrainingStep]:
+    """Return a builder of DDP with a hook; see `ddp`. PowerSGD averages the warm-up of a text exactly."""
+
     def build(workload: Workload, cluster: Cluster) -> TrainingStep:
-        model, quantized = ddp(build_model(workload), hook, ranks_per_node=cluster.ranks_per_node)
+        start = max(POWER_SGD_START, 0 if workload.text is None else workload.warmup_steps)
+        settings = {"start_powerSGD_iter": start, **power_sgd}
+        model, quantized = ddp(build_model(workload), hook, ranks_per_node=cluster.ranks_per_node, **settings)
         return TrainingStep(model, workload=workload, sent_bytes=quantized and _counted(quantized))
 
     return build
@@ -338,7 +378,8 @@ def _hsdp_quantized(*, defers: bool = False) -> Callable[[Workload, Cluster], Tr
     return build
 
 
-def _preset(name: strategies.Strategy, *, chunks: int = 1) -> SDP4BitConfig:
+def preset_of(name: strategies.Strategy, *, chunks: int = 1) -> SDP4BitConfig:
+    """Return the settings of a preset with pairwise exchanges for its full-precision halves."""
     config = strategies.STRATEGIES[name]
     gradients = config.gradients or FULL_GRADIENTS
     return replace(
@@ -360,18 +401,18 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "compute": _compute,
     "fsdp2": _fsdp2(torch.float32),
     "fsdp2-bf16": _fsdp2(torch.bfloat16),
-    "fair": _quantized(_FULL, levels=1),
+    "fair": training_step_of_fsdp2(_FULL, levels=1),
     "fair-bf16": _fair_bf16,
-    "hierarchical": _quantized(_FULL),
-    "ddp": _ddp(None),
-    **{f"ddp-{hook}": _ddp(hook) for hook in ("bf16", "powersgd", "sdp4bit")},
+    "hierarchical": training_step_of_fsdp2(_FULL),
+    "ddp": training_step_of_ddp(None),
+    **{f"ddp-{hook}": training_step_of_ddp(hook) for hook in ("bf16", "powersgd", "sdp4bit")},
     "hsdp": _hsdp(torch.float32),
     "hsdp-bf16": _hsdp(torch.bfloat16),
     "hsdp-bf16-deferred": _hsdp(torch.bfloat16, defers=True),
     "hsdp-sdp4bit": _hsdp_quantized(),
     "hsdp-sdp4bit-deferred": _hsdp_quantized(defers=True),
-    **{name: _quantized(_preset(name)) for name in _PRESETS},
-    "sdp4bit-4chunks": _quantized(_preset("sdp4bit", chunks=4)),
+    **{name: training_step_of_fsdp2(preset_of(name)) for name in _PRESETS},
+    "sdp4bit-4chunks": training_step_of_fsdp2(preset_of("sdp4bit", chunks=4)),
 }
 """Builders by name. compute: no communication, so ranks diverge; an upper bound of the gain."""
 

@@ -26,14 +26,8 @@ import torch.distributed as dist
 from torch import profiler
 from torch.profiler import record_function
 
-from benchmarks.cluster_strategies import (
-    STRATEGIES,
-    Cluster,
-    TrainingStep,
-    Workload,
-    build_model,
-    device,
-)
+from benchmarks.cluster_strategies import Cluster, TrainingStep, Workload, build_model, device
+from benchmarks.cluster_studies import BUILDERS
 from sdp4bit.collectives.transport import PendingTransfer
 
 OUTSIDE = "Python outside of operators"
@@ -56,7 +50,7 @@ def build(command: dict[str, Any]) -> dict[str, TrainingStep]:
         torch.use_deterministic_algorithms(True, warn_only=True)
     workload = Workload(**command["workload"])
     cluster = Cluster(nodes=command["nodes"], ranks_per_node=command["ranks_per_node"])
-    return {name: STRATEGIES[name](workload, cluster) for name in command["build"]}
+    return {name: BUILDERS[name](workload, cluster) for name in command["build"]}
 
 
 def run(step: TrainingStep, steps: int, *, hosts: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -59,22 +59,26 @@ class _MallocInfo(ctypes.Structure):
     )
 
 
+_mallinfo = ctypes.CDLL(None).mallinfo2
+_mallinfo.restype = _MallocInfo
+
+
+def bytes_in_use() -> int:
+    """Return the bytes that the C library has allocated for this process, of all threads."""
+    info = _mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
 class PeakMode(TorchDispatchMode):
     """Record the largest memory in use before and after the operators, of all threads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._mallinfo = ctypes.CDLL(None).mallinfo2
-        self._mallinfo.restype = _MallocInfo
-        self._start = self._in_use()
+        self._start = bytes_in_use()
         self.growth = 0
 
-    def _in_use(self) -> int:
-        info = self._mallinfo()
-        return int(info.uordblks + info.hblkhd)
-
     def _sample(self) -> None:
-        self.growth = max(self.growth, self._in_use() - self._start)
+        self.growth = max(self.growth, bytes_in_use() - self._start)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

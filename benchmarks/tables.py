@@ -16,10 +16,11 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.frontier_tables import draw_frontier, frontier_figures, frontier_fragment
 from benchmarks.loss_tables import (
     draw_losses,
     draw_nodes,
@@ -130,6 +131,12 @@ class Results:
     def nodes(self) -> dict[str, Any]:
         """Accuracy results by the number of nodes."""
         return self._read("accuracy-nodes.json")
+
+    @cached_property
+    def frontier(self) -> dict[str, Any] | None:
+        """Losses and seconds of all methods; None before the first measurement."""
+        is_there = (self.root / "results" / "frontier.json").exists()
+        return self._read("frontier.json") if is_there else None
 
     @cached_property
     def headline(self) -> dict[str, Any]:
@@ -249,6 +256,8 @@ class Results:
         if name == "launches":
             result = self._read("launches.json")
             return f"{sum(result['launches'].values()) / result['groups']:.0f}"
+        if kind == "frontier":
+            return frontier_fragment(detail, self.frontier)
         if kind == "host":
             return self._host_time(detail)
         if name in ("sizes", "predicted-sizes"):
@@ -256,7 +265,7 @@ class Results:
         raise ValueError(
             f"<!-- result {name} --> names no result: use launches, memory, peaks, ratios, sizes, "
             "predicted-sizes, link-NAME, box-NAME, loss-STRATEGY, nodes-COUNT, gain-GBIT, hsdp-GBIT, "
-            "nccl-GBIT, ncclhsdp-GBIT, host-plain, host-before or host-now"
+            "nccl-GBIT, ncclhsdp-GBIT, frontier-PART, host-plain, host-before or host-now"
         )
 
     def _host_time(self, which: str) -> str:
@@ -313,6 +322,10 @@ class Results:
                 draw_step_times,
                 {"cpu": self.clusters[0], "gpu": self.nccl["2x1"]},
             ),
+            **{
+                self.root / "docs" / path: (partial(draw_frontier, rate=rate), self.frontier or {})
+                for path, rate in frontier_figures(self.frontier).items()
+            },
         }
 
 
