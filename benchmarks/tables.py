@@ -31,6 +31,7 @@ from benchmarks.loss_tables import (
     size_table,
 )
 from benchmarks.markdown import NOTICE, origin, percent, table
+from benchmarks.method_table import Sources, method_table
 from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table, span
 from benchmarks.speed_tables import (
     cluster_results,
@@ -256,6 +257,13 @@ class Results:
         if name == "launches":
             result = self._read("launches.json")
             return f"{sum(result['launches'].values()) / result['groups']:.0f}"
+        if name == "methods":
+            hooks, local_steps = (
+                self._study("ddp_hooks"),
+                self._read("../experiments/local_steps/result.json"),
+            )
+            given = {"cluster": self.clusters[0], "accuracy": self.accuracy, "hooks": hooks}
+            return method_table(Sources(**given, local_steps=local_steps))  # type: ignore[arg-type]
         if kind == "frontier":
             return frontier_fragment(detail, self.frontier)
         if kind == "host":
@@ -263,7 +271,7 @@ class Results:
         if name in ("sizes", "predicted-sizes"):
             return size_table(self._study("size_law"), predicted=name != "sizes")
         raise ValueError(
-            f"<!-- result {name} --> names no result: use launches, memory, peaks, ratios, sizes, "
+            f"<!-- result {name} --> names no result: use launches, memory, methods, peaks, ratios, sizes, "
             "predicted-sizes, link-NAME, box-NAME, loss-STRATEGY, nodes-COUNT, gain-GBIT, hsdp-GBIT, "
             "nccl-GBIT, ncclhsdp-GBIT, frontier-PART, host-plain, host-before or host-now"
         )

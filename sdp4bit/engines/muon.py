@@ -14,7 +14,7 @@ HARMLESS_BITS = 8
 
 
 def muon_warning(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> str:
-    """Return what to do if a Muon steps with gradients of few bits; "" otherwise.
+    """Return an advice if a Muon steps with gradients of few bits; "" otherwise.
 
     Muon's own name decides, because it may step views, which are no parameters of the model.
     """
