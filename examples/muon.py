@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sdp4bit
 
 PER_NODE, WIDTH, LENGTH, BATCH = 2, 128, 64, 8
-# Few bits cost Muon more loss than AdamW (docs/muon.md). 8 bits between nodes cost none that was measured.
+# Few bits between nodes cost Muon more loss than AdamW (docs/muon.md).
 CONFIG = sdp4bit.SDP4BitConfig(gradients=sdp4bit.GradientConfig(inter_bits=8))
 TEXT = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:40])
 

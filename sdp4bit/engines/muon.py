@@ -9,8 +9,8 @@ import torch
 from sdp4bit.collectives.group import Group
 from sdp4bit.quantization.formats import format_of
 
-HARMLESS_BITS = 8
-"""From here on no cost was measured (docs/muon.md)."""
+ENOUGH_BITS = 8
+"""From here on little or no cost was measured (docs/muon.md)."""
 
 
 def muon_warning(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> str:
@@ -23,9 +23,9 @@ def muon_warning(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> s
         return ""
     sent = [format_of(group.gradients.bits) for group in groups if group.gradients.bits is not None]
     fewest = min((each for each in sent if each.has_scales), key=lambda each: each.bits, default=None)
-    if fewest is None or fewest.bits >= HARMLESS_BITS:
+    if fewest is None or fewest.bits >= ENOUGH_BITS:
         return ""
     return (
         f"{name} steps with gradients of {fewest.name} between nodes, which cost Muon more loss than AdamW "
-        f"(docs/muon.md): use GradientConfig(inter_bits={HARMLESS_BITS}), which cost none that was measured"
+        f"(docs/muon.md): use GradientConfig(inter_bits={ENOUGH_BITS})"
     )
