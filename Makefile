@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --no-input -c constraints.txt
 # A file's tests share what its fixtures have started. Workers take the files in the order of tests/conftest.py; the
 # third works while ranks of the others wait for each other, and more only take the cores from ranks that would not.
-PYTEST := -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 15
+PYTEST := -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 15
 
 # The core: operators by their definition, formats, plans, collectives, one job of FSDP2 and one resume. Two workers,
 # because a third takes longer to start than it saves.
