@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from sdp4bit.addresses import page
 from sdp4bit.collectives.group import Group
 from sdp4bit.quantization.formats import format_of
 
@@ -27,5 +28,5 @@ def muon_warning(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> s
         return ""
     return (
         f"{name} steps with gradients of {fewest.name} between nodes, which cost Muon more loss than AdamW "
-        f"(docs/muon.md): use GradientConfig(inter_bits={ENOUGH_BITS})"
+        f"({page('muon')}): use GradientConfig(inter_bits={ENOUGH_BITS})"
     )
