@@ -69,7 +69,8 @@ def run_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = _context(getattr(sys.modules[function.__module__], "PRELOAD", []))
     before = [*before_functions]
-    timeout *= 10 if before else 1
+    # A guard against hangs, no measure: other workers and other programs may take most of the processors.
+    timeout *= 10 if before else 3
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(world_size):
