@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -85,6 +86,7 @@ def training(config: SDP4BitConfig | None) -> list[float]:
     return Result(losses, gradients)
 
 
+@pytest.mark.like_plain
 @on_ranks(2)
 def test_a_vision_transformer_trains_as_with_plain_fsdp2() -> None:
     # The loss falls to a third in these steps, and differences of the weights grow as fast.
