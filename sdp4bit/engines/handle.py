@@ -23,7 +23,7 @@ from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.arrival import wait_for_ranks
-from sdp4bit.engines.muon import muon_warning
+from sdp4bit.engines.muon import is_muon, muon_warning
 from sdp4bit.engines.owned_hooks import end_with
 from sdp4bit.engines.protocol import Engine
 from sdp4bit.log import logger
@@ -105,7 +105,7 @@ class CommHandle(ABC):
         self._last_stats: tuple[Stats, list[GroupStats]] | None = None
         """The statistics at the removal."""
         self._is_quantized = True
-        self._has_warned_of_muon = False
+        self._awaits_muon = True
         self._installed = ExitStack()  # undoes the installation of the groups
         self._undo = ExitStack()  # undoes the attachment
 
@@ -119,9 +119,11 @@ class CommHandle(ABC):
                 return
             if handle._state.trains(optimizer):
                 handle._state.note_step_of(optimizer)
-            if not handle._has_warned_of_muon and (text := muon_warning(optimizer, handle._state.groups)):
-                handle._has_warned_of_muon = True
-                warn_user(text, range(dist.get_world_size()) if dist.is_initialized() else None)
+            if handle._awaits_muon and is_muon(optimizer):
+                text = muon_warning(optimizer, handle._state.groups)
+                handle._awaits_muon = text is None
+                if text:
+                    warn_user(text, range(dist.get_world_size()) if dist.is_initialized() else None)
 
         # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
         hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))

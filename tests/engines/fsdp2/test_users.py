@@ -273,6 +273,10 @@ def test_steps_of_muon_are_noticed() -> None:
     assert_close_to_plain(bringing, "Muon")
 
 
+INSIDE = SDP4BitConfig(gradients=GradientConfig(min_numel=0, intra_bits=4, inside_one_node=True))
+"""For one node: no bits between nodes."""
+
+
 @on_ranks(2)
 def test_muon_with_few_bits_is_warned_of_once() -> None:
     """Also if it steps views, which are no parameters of the model. Others and 8 bits are no cause."""
@@ -282,9 +286,11 @@ def test_muon_with_few_bits_is_warned_of_once() -> None:
         (QUANTIZED, True, True),
         (SDP4BitConfig(gradients=GradientConfig(min_numel=0, inter_bits=8)), False, False),
         (SDP4BitConfig(gradients=None), False, False),
+        (SDP4BitConfig(gradients=GradientConfig(min_numel=0, start_step=1)), False, True),
         (SDP4BitConfig(gradients=GradientConfig(min_numel=0, start_step=9)), False, False),
+        (INSIDE, False, False),
     ):
-        run = Run(build(), config, topology=1)
+        run = Run(build(), config, topology=2 if config is INSIDE else 1)
         run.optimizer = both = muon_and_adamw(run.model)
         if views:
             (group,) = both.both[0].param_groups
