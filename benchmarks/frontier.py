@@ -7,7 +7,7 @@
 2. Losses: two gloo processes, as two nodes of one rank, train the same strategies and shapes on the sources
    of Python's standard library. With the first seed every method tries each learning rate of the grid. Its
    best one, by validation loss, trains the other seeds.
-3. Both go into one file. `python -m benchmarks.tables` joins them by steps and writes docs/which-method.md.
+3. Both go into one file. OUT/report.md and its figures join them by steps.
 
 Every finished run is a line of OUT/runs.jsonl, and every rate a file OUT/seconds-RATE.json. A second start of
 the same command continues after them.
@@ -37,7 +37,7 @@ from torch import multiprocessing
 from benchmarks import cluster, cluster_report
 from benchmarks.cluster_strategies import Cluster, Workload, build_model, read_tokens
 from benchmarks.cluster_studies import BUILDERS
-from benchmarks.frontier_tables import COMPUTE, METHODS, best_rate, frontier_table
+from benchmarks.frontier_tables import COMPUTE, METHODS, best_rate, frontier_table, write_report
 from benchmarks.memory_use import PeakMode, bytes_in_use
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.pretrain.data.corpus import split_corpus
@@ -307,7 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seconds": seconds,
     }
     write_atomically(chosen.json, json.dumps(result, indent=1) + "\n")
-    print(frontier_table(result))
+    write_report(result, chosen.out)
+    print(f"{frontier_table(result)}\n{chosen.out}/report.md has the order at every rate, with figures")
     return 0
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import origin, percent, save_figure, table
+from benchmarks.markdown import origin, percent, table
 from benchmarks.speed_tables import RATES
 from sdp4bit_lab.compare.paired import confidence_interval
 
@@ -18,7 +18,6 @@ COMPUTE = "compute"
 """Strategy without communication, whose time is that of a local step."""
 ALLOWANCE = 0.005
 """Fraction of the baseline's final loss that a method may be above it when it counts as reached."""
-MISSING = "No result has been published yet.\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,27 +274,23 @@ def frontier_conditions(result: dict[str, Any]) -> str:
     )
 
 
-def frontier_fragment(detail: str, result: dict[str, Any] | None) -> str:
-    """Return the text of a marker `frontier-DETAIL`; ValueError if there is none of this name."""
-    parts = {"table": frontier_table, "order": frontier_order, "conditions": frontier_conditions}
-    if detail not in parts:
-        raise ValueError(f"frontier-{detail} names no part: use frontier-{', frontier-'.join(parts)}")
-    return MISSING if result is None else parts[detail](result)
-
-
 # -- figures ---------------------------------------------------------------------------------------------
 
 
 def _image(rate: str) -> str:
-    return f"images/frontier-{rate}.png"
+    return f"frontier-{rate}.png"
 
 
-def frontier_figures(result: dict[str, Any] | None) -> dict[str, str]:
-    """Return the rate of every figure, by the path in docs/."""
-    return {} if result is None else {_image(rate): rate for rate in rates_of(result)}
+def write_report(result: dict[str, Any], folder: Path) -> None:
+    """Write report.md with the table, the order at every rate and the conditions, and its figures."""
+    parts = (frontier_table(result), frontier_order(result), frontier_conditions(result))
+    text = "\n\n".join(["# Loss against seconds", *parts])
+    (folder / "report.md").write_text(f"{text}\n", encoding="utf-8")
+    for rate in rates_of(result):
+        draw_frontier(result, folder / _image(rate), rate=rate)
 
 
-def draw_frontier(result: dict[str, Any], path: Path, *, rate: str, digest: str) -> None:
+def draw_frontier(result: dict[str, Any], path: Path, *, rate: str) -> None:
     """Draw the validation loss over the seconds at one rate of the link."""
     from matplotlib.figure import Figure
 
@@ -318,4 +313,4 @@ def draw_frontier(result: dict[str, Any], path: Path, *, rate: str, digest: str)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="upper right")
-    save_figure(figure, path, digest=digest)
+    figure.savefig(path, dpi=120)

@@ -16,11 +16,10 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frontier_tables import draw_frontier, frontier_figures, frontier_fragment
 from benchmarks.loss_tables import (
     draw_losses,
     draw_nodes,
@@ -132,12 +131,6 @@ class Results:
     def nodes(self) -> dict[str, Any]:
         """Accuracy results by the number of nodes."""
         return self._read("accuracy-nodes.json")
-
-    @cached_property
-    def frontier(self) -> dict[str, Any] | None:
-        """Losses and seconds of all methods; None before the first measurement."""
-        is_there = (self.root / "results" / "frontier.json").exists()
-        return self._read("frontier.json") if is_there else None
 
     @cached_property
     def headline(self) -> dict[str, Any]:
@@ -258,14 +251,14 @@ class Results:
             result = self._read("launches.json")
             return f"{sum(result['launches'].values()) / result['groups']:.0f}"
         if name == "methods":
-            hooks, local_steps = (
-                self._study("ddp_hooks"),
-                self._read("../experiments/local_steps/result.json"),
+            local_steps = (self.root / "experiments/local_steps/result.json").read_text(encoding="utf-8")
+            sources = Sources(
+                cluster=self.clusters[0],
+                accuracy=self.accuracy,
+                hooks=self._study("ddp_hooks"),
+                local_steps=json.loads(local_steps),
             )
-            given = {"cluster": self.clusters[0], "accuracy": self.accuracy, "hooks": hooks}
-            return method_table(Sources(**given, local_steps=local_steps))  # type: ignore[arg-type]
-        if kind == "frontier":
-            return frontier_fragment(detail, self.frontier)
+            return method_table(sources)
         if kind == "host":
             return self._host_time(detail)
         if name in ("sizes", "predicted-sizes"):
@@ -273,7 +266,7 @@ class Results:
         raise ValueError(
             f"<!-- result {name} --> names no result: use launches, memory, methods, peaks, ratios, sizes, "
             "predicted-sizes, link-NAME, box-NAME, loss-STRATEGY, nodes-COUNT, gain-GBIT, hsdp-GBIT, "
-            "nccl-GBIT, ncclhsdp-GBIT, frontier-PART, host-plain, host-before or host-now"
+            "nccl-GBIT, ncclhsdp-GBIT, host-plain, host-before or host-now"
         )
 
     def _host_time(self, which: str) -> str:
@@ -330,10 +323,6 @@ class Results:
                 draw_step_times,
                 {"cpu": self.clusters[0], "gpu": self.nccl["2x1"]},
             ),
-            **{
-                self.root / "docs" / path: (partial(draw_frontier, rate=rate), self.frontier or {})
-                for path, rate in frontier_figures(self.frontier).items()
-            },
         }
 
 

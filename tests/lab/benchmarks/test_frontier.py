@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,16 +136,11 @@ def test_the_table_and_the_order_show_the_join(tmp_path: Path) -> None:
     ]
     assert "Not reached by: DiLoCo, 30 local steps, fp32; ZeRO++'s formats on FSDP2." in fast
     assert "0.00 million parameters" in frontier_tables.frontier_conditions(result)
-    for name, rate in frontier_tables.frontier_figures(result).items():
-        frontier_tables.draw_frontier(result, tmp_path / name, rate=rate, digest="digest")
-        assert b"digest" in (tmp_path / name).read_bytes()
-
-
-def test_without_a_result_the_page_states_it() -> None:
-    assert frontier_tables.frontier_fragment("table", None) == frontier_tables.MISSING
-    assert frontier_tables.frontier_figures(None) == {}
-    with pytest.raises(ValueError, match="use frontier-table"):
-        frontier_tables.frontier_fragment("rest", None)
+    frontier_tables.write_report(result, tmp_path)
+    written = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert order in written
+    figures = re.findall(r"\]\((.*)\)", written)
+    assert len(figures) == 2 and all((tmp_path / name).stat().st_size > 1000 for name in figures)
 
 
 def test_the_grid_runs_first_and_the_best_rate_trains_the_other_seeds() -> None:
