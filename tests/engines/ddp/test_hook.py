@@ -552,3 +552,11 @@ def test_the_state_is_a_handle_like_that_of_fsdp2() -> None:
         each.backward()
     assert gradient_of(run.model).equal(gradient_of(twin.model)) and not run.state.is_attached
     assert "removed" in run.state.explain(full=True)
+
+
+@on_ranks(2)
+def test_muon_with_few_bits_is_warned_of_once() -> None:
+    run = DDPRun(ALL)
+    run.optimizer = torch.optim.Muon([p for p in run.model.parameters() if p.ndim == 2], lr=1e-3)
+    with first_rank_warns(r"Muon steps with gradients of int4 .* GradientConfig\(inter_bits=8\)"):
+        run.train(2)
