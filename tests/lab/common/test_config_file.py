@@ -70,12 +70,10 @@ _TOML_FLOAT = r"[+-]?(0|[1-9]\d*)(\.\d+|(\.\d+)?e[+-]?\d+)|[+-]?(inf|nan)"
 def yaml(value: object) -> str:
     """Write a value in YAML, without quotes where that is the same text."""
     if isinstance(value, str):
+        # A dash alone starts a sequence, and a colon at the end a mapping.
         # json's escapes are those of YAML's double quotes.
-        return (
-            value
-            if re.fullmatch(r"[\w.+/-][\w.+:/-]*", value, re.ASCII) and value != "null"
-            else json.dumps(value)
-        )
+        is_plain = re.fullmatch(r"(?!-$|null$)[\w.+/-]([\w.+:/-]*[\w.+/-])?", value, re.ASCII)
+        return value if is_plain else json.dumps(value)
     return f"[{', '.join(map(yaml, value))}]" if isinstance(value, list) else str(value).lower()
 
 
