@@ -106,6 +106,8 @@ def load_state(state: FSDPModelState, saved: StateDict) -> None:
     for group, keys in zip(state.groups, _keys(state), strict=True):
         values = [[int(v) for v in saved["counters"].get(key, [0, 0, 0, 0])] for key in keys]
         group.gradients.reductions, group.weights.refreshes, group.gradients.all_reduces, _ = values[0]
+        if group.weights.replica is None:
+            continue  # Weights in full precision have no row, and no refresh that would use it.
         due = frozenset(index for index, numbers in enumerate(values) if numbers[3])
         marks = [_local(saved["fingerprints"].get(key)) for key in keys]
         known = [mark.to(group.view.device) for mark in marks if mark is not None]
@@ -115,8 +117,6 @@ def load_state(state: FSDPModelState, saved: StateDict) -> None:
 
 def _row(group: FSDPGroup, keys: Sequence[str], replica: Mapping[str, object]) -> torch.Tensor | None:
     """Return the saved row of a group; None if a part is missing or has another size."""
-    if group.weights.replica is None:
-        return None
     row = torch.zeros(group.view.shard_numel, dtype=group.view.row_dtype, device=group.view.device)
     for key, param in zip(keys, group.view.params, strict=True):
         local = _local(replica.get(key))

@@ -424,6 +424,10 @@ def test_saving_changes_nothing_and_holds_plain_values(tmp_path: Path) -> None:
     dcp.load({"comm": twin.comm}, checkpoint_id=f"{tmp_path}/later")
     dcp.load({"comm": template}, checkpoint_id=f"{tmp_path}/later")
     assert equal_states(twin.comm.state_dict(), state) and equal_states(template, state)
+    full = Job(replace(NODE, weights=None), topology=1)
+    full.train(1)
+    full.comm.load_state_dict(state := full.comm.state_dict())
+    assert equal_states(full.comm.state_dict(), state)
 
 
 @on_ranks(2, timeout=LIMIT)
