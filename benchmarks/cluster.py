@@ -187,6 +187,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, help="sequences of a rank; default: 1, or 4 on a GPU")
     parser.add_argument("--micro-batches", type=int, default=1, help="per optimizer step")
     parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--clip", type=float, help="largest norm of all gradients; default: no clipping")
     parser.add_argument(
         "--deterministic", action="store_true", help="torch's algorithms; unwritten memory is NaN; slower"
     )
@@ -245,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sequence_length=chosen.sequence or (1024 if is_gpu else 128),
         micro_batch=chosen.micro_batch or (4 if is_gpu else 1),
         micro_batches=chosen.micro_batches,
+        clip=chosen.clip,
         seed=chosen.seed,
     )
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

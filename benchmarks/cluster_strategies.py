@@ -67,6 +67,8 @@ class Workload:
     warmup_steps: int = 20
     """Steps of learning-rate warm-up. Without it, the gradient norm jumps from 3 to 47 at step 11, and a
     quantized run then has another loss than plain FSDP2."""
+    clip: float | None = None
+    """Largest norm of all gradients; None does not clip."""
     decay_steps: int | None = None
     """Steps in which a cosine lowers the learning rate to a tenth; None keeps it constant."""
     text: str | None = None
@@ -145,7 +147,9 @@ class TrainingStep:
         self._workload = workload
         self._sent_bytes = sent_bytes
         self._defers = defers
-        self._optimizer = torch.optim.AdamW(model.parameters(), workload.learning_rate, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), workload.learning_rate, betas=(0.9, 0.95), fused=True
+        )
         self._batch: tuple[Tensor, ...] = ()
         self.steps = 0
 
@@ -163,6 +167,8 @@ class TrainingStep:
                 cast(FSDPModule, self._model).set_requires_all_reduce(number == last)
             loss: Tensor = self._model(tokens, targets).sum() / targets.numel()
             loss.backward()
+        if self._workload.clip is not None:
+            nn.utils.clip_grad_norm_(list(self.parameters()), self._workload.clip)
         for group in self._optimizer.param_groups:
             group["lr"] = self._workload.learning_rate_at(self.steps)
         self._optimizer.step()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 RATES = ("100mbit", "1gbit")
 TINY = Workload(
-    layers=2, hidden=64, heads=1, vocabulary=256, sequence_length=32, warmup_steps=2, decay_steps=13
+    layers=2, hidden=64, heads=1, vocabulary=256, sequence_length=32, warmup_steps=2, decay_steps=13, clip=1.0
 )
 
 
@@ -80,6 +80,7 @@ def measured() -> dict[str, Any]:
             "micro_batch": 1,
             "decay_steps": 30,
             "warmup_steps": 2,
+            "clip": 1.0,
             "text": "some text",
         },
         "learning_rates": [1e-3, 2e-3, 4e-3],
