@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from sdp4bit.addresses import page
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import aligned, note, wrapped
 from sdp4bit_lab.common.progress import console
@@ -140,10 +141,13 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
         "",
         f"recommendation: {plan.recommendation}",
     ]
-    if cluster.inter_bandwidth < SLOW_LINK and plan.quantized.inter_bytes:
-        lines.append(
-            "below 1 Gbit/s, consider local steps (DiLoCo): they send fewer bytes still, but change training"
-        )
+    if plan.quantized.inter_bytes:
+        if cluster.inter_bandwidth < SLOW_LINK:
+            lines.append(
+                "below 1 Gbit/s, consider local steps (DiLoCo): they send fewer bytes still, but change "
+                "training"
+            )
+        lines.append(f"other methods, by seconds and loss: {page('which-method')}")
     return wrapped(lines)
 
 

@@ -74,7 +74,8 @@ def test_a_plan_as_text_has_bytes_times_memory_and_a_recommendation(capsys: Capt
         assert part in text
     times = r"[\d.]+ to [\d.]+"
     assert re.search(
-        f"recommendation: enable: {times} times as fast as with fp32 gradients, {times} with bf16 gradients$",
+        f"recommendation: enable: {times} times as fast as with fp32 gradients, {times} with bf16 gradients "
+        r"other methods, by seconds and loss: docs/which-method\.md$",
         text,
     )
 
@@ -82,6 +83,7 @@ def test_a_plan_as_text_has_bytes_times_memory_and_a_recommendation(capsys: Capt
 def test_a_plan_for_a_slow_link_names_local_steps(capsys: Capture) -> None:
     slow, fast = (shown(capsys, *H100, *SHAPE, "--inter-bandwidth", rate) for rate in ("0.12", "0.125"))
     assert "local steps" in slow and "local steps" not in fast
+    assert "which-method" in slow and "which-method" in fast
     slowest = shown(capsys, *H100, *SHAPE, "--inter-bandwidth", "0.001")
     assert " s per step" in slowest and " s ms" not in slowest
 
