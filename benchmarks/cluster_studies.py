@@ -4,6 +4,7 @@
 steps they average their movements. `zeropp` is the communication of ZeRO++ (Wang et al., arXiv 2306.10209):
 weights in 8 bits and gradients in 4, in blocks, rounded to nearest. Groups of 128 gradients share a scale, as
 in sdp4bit. DeepSpeed's own collectives, and hpZ's second copy of the weights, are not part of it.
+`sdp4bit-8bit-gradients` is the setting for Muon.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ STUDIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "ddp-powersgd-32": training_step_of_ddp("powersgd", matrix_approximation_rank=32),
     "zeropp": training_step_of_fsdp2(ZERO_PLUS_PLUS),
     "sdp4bit-paper": training_step_of_fsdp2(preset_of("sdp4bit-paper")),
+    "sdp4bit-8bit-gradients": training_step_of_fsdp2(SDP4BitConfig(gradients=GradientConfig(inter_bits=8))),
     **{f"local-{period}": _local(period, None) for period in PERIODS},
     **{f"local-{period}-4bit": _local(period, GradientConfig()) for period in PERIODS},
 }

@@ -5,9 +5,10 @@
 
 1. Seconds: `benchmarks.cluster` times every strategy at every rate of the link. It needs root and iproute2.
 2. Losses: two gloo processes, as two nodes of one rank, train the same strategies and shapes on the sources
-   of Python's standard library. With the first seed every method tries each learning rate of the grid. Its
-   best one, by validation loss, trains the other seeds.
-3. Both go into one file. OUT/report.md and its figures join them by steps.
+   of Python's standard library. With the first seed every method tries each learning rate of the grid, and
+   half or twice that if its best one is the lowest or the highest. The best one, by validation loss, trains
+   the other seeds.
+3. Both go into one file. OUT/report.md and its figure join them by steps.
 
 Every finished run is a line of OUT/runs.jsonl, and every rate a file OUT/seconds-RATE.json. A second start of
 the same command continues after them.
@@ -37,7 +38,14 @@ from torch import multiprocessing
 from benchmarks import cluster, cluster_report
 from benchmarks.cluster_strategies import Cluster, Workload, build_model, read_tokens
 from benchmarks.cluster_studies import BUILDERS
-from benchmarks.frontier_tables import COMPUTE, METHODS, best_rate, frontier_table, write_report
+from benchmarks.frontier_tables import (
+    COMPUTE,
+    METHODS,
+    best_rate,
+    frontier_seconds,
+    rates_tried,
+    write_report,
+)
 from benchmarks.memory_use import PeakMode, bytes_in_use
 from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.pretrain.data.corpus import split_corpus
@@ -54,6 +62,8 @@ WARM_UP = 0.1
 CLIP = 1.0
 """Largest norm of all gradients. Without it, FSDP2 and DDP ended up to 6 % apart with the same learning rate
 and seed, and 0.005 % with it."""
+MOST_BEYOND = 3
+"""Learning rates that a method tries beyond the grid."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
@@ -156,14 +166,19 @@ def wanted_runs(
     seeds: Sequence[int],
     grid: Sequence[float],
 ) -> list[Run]:
-    """Return the runs that can start now: the grid of the first seed, then the best rate of the others."""
+    """Return the runs that can start now: the grid of the first seed, rates beyond it, the other seeds."""
     done = {(run["strategy"], run["seed"], run["learning_rate"]) for run in finished}
     runs = [Run(strategy=name, seed=seeds[0], learning_rate=rate) for name in strategies for rate in grid]
     missing = [run for run in runs if (run.strategy, run.seed, run.learning_rate) not in done]
     if missing:
         return missing
     best = {name: best_rate(finished, name, seed=seeds[0]) for name in strategies}
-    return [
+    for name in strategies if len(grid) > 1 else ():
+        tried = sorted(rates_tried(finished, name, seed=seeds[0]))
+        if best[name] in (tried[0], tried[-1]) and len(tried) < len(grid) + MOST_BEYOND:
+            rate = best[name] * (0.5 if best[name] == tried[0] else 2)
+            missing.append(Run(strategy=name, seed=seeds[0], learning_rate=rate))
+    return missing or [
         Run(strategy=name, seed=seed, learning_rate=best[name])
         for seed in seeds[1:]
         for name in strategies
@@ -312,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     write_atomically(chosen.json, json.dumps(result, indent=1) + "\n")
     write_report(result, chosen.out)
-    print(f"{frontier_table(result)}\n{chosen.out}/report.md has the order at every rate, with figures")
+    print(f"{frontier_seconds(result)}\n{chosen.out}/report.md has the losses, too, and a figure")
     return 0
 
 

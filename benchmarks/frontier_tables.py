@@ -1,4 +1,4 @@
-"""Join losses and seconds of `benchmarks.frontier` into a table, an order of methods and figures."""
+"""Join losses and seconds of `benchmarks.frontier` into two tables and a figure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import origin, percent, table
+from benchmarks.markdown import origin, percent, save_figure, table
 from benchmarks.speed_tables import RATES
 from sdp4bit_lab.compare.paired import confidence_interval
 
@@ -100,10 +100,19 @@ def final_loss(run: dict[str, Any]) -> float:
     return math.inf if loss is None else float(loss)
 
 
+def rates_tried(runs: Sequence[dict[str, Any]], strategy: str, *, seed: int) -> dict[float, float]:
+    """Map the learning rates of the seed that tunes a strategy to their final losses."""
+    return {
+        run["learning_rate"]: final_loss(run)
+        for run in runs
+        if (run["strategy"], run["seed"]) == (strategy, seed)
+    }
+
+
 def best_rate(runs: Sequence[dict[str, Any]], strategy: str, *, seed: int) -> float:
     """Return the learning rate with the lowest final loss of the seed that tunes it."""
-    tried = [run for run in runs if (run["strategy"], run["seed"]) == (strategy, seed)]
-    return float(min(tried, key=final_loss)["learning_rate"])
+    tried = rates_tried(runs, strategy, seed=seed)
+    return min(tried, key=lambda rate: tried[rate])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +122,7 @@ class Line:
     method: Method
     learning_rate: float
     at_edge: bool
-    """Whether the learning rate is the lowest or the highest of the grid."""
+    """Whether the learning rate is the lowest or the highest that was tried."""
     curve: list[tuple[int, float]]
     """Step and mean loss of the seeds; infinite if one has diverged."""
     percents: list[float]
@@ -174,11 +183,12 @@ def lines_of(result: dict[str, Any]) -> dict[str, Line]:
         rates = [rate for rate in rates_of(result) if (method.timed, rate) in rows]
         if len(runs) < len(result["seeds"]) or not rates:
             continue  # not finished
-        first = next(iter(runs.values()))
+        learning_rate = runs[result["seeds"][0]]["learning_rate"]
+        tried = rates_tried(result["runs"], method.strategy, seed=result["seeds"][0])
         lines[name] = Line(
             method=method,
-            learning_rate=first["learning_rate"],
-            at_edge=first["learning_rate"] in (min(result["learning_rates"]), max(result["learning_rates"])),
+            learning_rate=learning_rate,
+            at_edge=learning_rate in (min(tried), max(tried)),
             curve=_mean_curve(list(runs.values())),
             percents=[100 * (final_loss(runs[s]) / final_loss(references[s]) - 1) for s in result["seeds"]],
             seconds={rate: _seconds(rows, method, rate) for rate in rates},
@@ -227,37 +237,36 @@ def _time_text(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
 
 
-def frontier_table(result: dict[str, Any]) -> str:
-    """Return the table of all methods, lowest loss first."""
-    lines = lines_of(result)
-    target, rates = target_of(lines), rates_of(result)
-    titles = ["method", "loss", "bytes", *(f"{RATES.get(rate, rate)}, s per step" for rate in rates)]
-    titles += [f"{RATES.get(rate, rate)}, s to the loss" for rate in rates]
-    titles += ["memory", "learning rate", "asks for"]
+def frontier_losses(result: dict[str, Any]) -> str:
+    """Return the table of losses after equal steps, lowest first."""
     rows = [
         [
-            *(line.method.label, _percent_text(line), f"{line.bytes:.2f}"),
-            *(f"{line.seconds[rate]:.3f}" for rate in rates),
-            *(_time_text(line.seconds_to(target, rate)) for rate in rates),
-            *(f"{line.peak:.0f}", f"{line.learning_rate:g}" + "*" * line.at_edge, line.method.asks),
+            *(line.method.label, _percent_text(line), f"{line.bytes:.2f}", f"{line.peak:.0f}"),
+            *(f"{line.learning_rate:g}" + "*" * line.at_edge, line.method.asks),
         ]
-        for line in lines.values()
+        for line in lines_of(result).values()
+    ]
+    return table(["method", "loss", "bytes", "memory", "learning rate", "asks for"], rows)
+
+
+def frontier_seconds(result: dict[str, Any]) -> str:
+    """Return the table of seconds per step and until the baseline's loss, fastest at the first rate first."""
+    lines, rates = lines_of(result), rates_of(result)
+    target = target_of(lines)
+    names = [RATES.get(rate, rate) for rate in rates]
+    titles = ["method", *(f"{name}, to the loss" for name in names), *(f"{name}, per step" for name in names)]
+    rows = [
+        [
+            line.method.label,
+            *(_time_text(line.seconds_to(target, rate)) for rate in rates),
+            *(f"{line.seconds[rate]:.3f}" for rate in rates),
+        ]
+        for line in sorted(
+            lines.values(),
+            key=lambda line: (line.steps_to(target) is None, line.seconds_to(target, rates[0]) or 0.0),
+        )
     ]
     return table(titles, rows)
-
-
-def frontier_order(result: dict[str, Any]) -> str:
-    """Return, for every rate, the methods by the time to the baseline's loss, fastest first."""
-    lines = lines_of(result)
-    target, text = target_of(lines), ""
-    for rate in rates_of(result):
-        times = {line.method.label: line.seconds_to(target, rate) for line in lines.values()}
-        reached = sorted((seconds, label) for label, seconds in times.items() if seconds is not None)
-        order = "".join(f"1. {label}: {_time_text(seconds)} s\n" for seconds, label in reached)
-        missed = "; ".join(label for label, seconds in times.items() if seconds is None)
-        text += f"### {RATES.get(rate, rate)}\n\n![Loss against seconds]({_image(rate)})\n\n{order}\n"
-        text += f"Not reached by: {missed}.\n\n" if missed else ""
-    return text.rstrip() + "\n"
 
 
 def frontier_conditions(result: dict[str, Any]) -> str:
@@ -271,47 +280,47 @@ def frontier_conditions(result: dict[str, Any]) -> str:
         f"{result['nodes']} nodes x {result['ranks_per_node']} rank on CPUs, over gloo. AdamW, gradients "
         f"clipped to a norm of {workload['clip']:g}, {workload['warmup_steps']} steps of warm-up and a "
         f"cosine to a tenth. Learning rates: "
-        f"{', '.join(f'{rate:g}' for rate in result['learning_rates'])}.\n\n{origin(result)}"
+        f"{', '.join(f'{rate:g}' for rate in result['learning_rates'])}, and further ones for a method whose "
+        f"best one was the lowest or the highest.\n\n{origin(result)}"
     )
 
 
 # -- figures ---------------------------------------------------------------------------------------------
 
 
-def _image(rate: str) -> str:
-    return f"frontier-{rate}.png"
-
-
 def write_report(result: dict[str, Any], folder: Path) -> None:
-    """Write report.md with the table, the order at every rate and the conditions, and its figures."""
-    parts = (frontier_table(result), frontier_order(result), frontier_conditions(result))
-    text = "\n\n".join(["# Loss against seconds", *parts])
+    """Write report.md with the tables and the conditions, and its figure."""
+    parts = [frontier_losses(result), frontier_seconds(result), frontier_conditions(result)]
+    parts.insert(2, "![Loss against seconds](loss-over-seconds.png)\n")
+    text = "\n".join(["# Loss against seconds\n", *parts])
     (folder / "report.md").write_text(f"{text}\n", encoding="utf-8")
-    for rate in rates_of(result):
-        draw_frontier(result, folder / _image(rate), rate=rate)
+    draw_frontier(result, folder / "loss-over-seconds.png", digest="")
 
 
-def draw_frontier(result: dict[str, Any], path: Path, *, rate: str) -> None:
-    """Draw the validation loss over the seconds at one rate of the link."""
+def draw_frontier(result: dict[str, Any], path: Path, *, digest: str) -> None:
+    """Draw the validation loss over the seconds, at every rate of the link."""
     from matplotlib.figure import Figure
 
-    lines = lines_of(result)
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for line in (lines[name] for name in METHODS if name in lines):
-        if line.method.style is None:
-            continue
-        color, dashes = line.method.style.split(" ")
-        points = [(step * line.seconds[rate], loss) for step, loss in line.curve if math.isfinite(loss)]
-        axes.plot(*zip(*points, strict=True), dashes, color=color, linewidth=1.3, label=line.method.label)
-        axes.plot(*points[-1], "o", color=color, markersize=4)
+    lines, rates = lines_of(result), rates_of(result)
+    figure = Figure(figsize=(3.4 * len(rates) + 0.4, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
     target = target_of(lines)
-    axes.axhline(target, color="black", linewidth=0.5)
-    axes.set_xscale("log")
-    axes.set_ylim(top=min(axes.get_ylim()[1], 1.5 * target))
-    axes.set_xlabel(f"seconds of training at {RATES.get(rate, rate)}", fontsize=9)
-    axes.set_ylabel("validation loss", fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="upper right")
-    figure.savefig(path, dpi=120)
+    for axes, rate in zip(panels, rates, strict=True):
+        for line in (lines[name] for name in METHODS if name in lines):
+            if line.method.style is None:
+                continue
+            color, dashes = line.method.style.split(" ")
+            points = [(step * line.seconds[rate], loss) for step, loss in line.curve if math.isfinite(loss)]
+            axes.plot(*zip(*points, strict=True), dashes, color=color, linewidth=1.3, label=line.method.label)
+            axes.plot(*points[-1], "o", color=color, markersize=4)
+        axes.axhline(target, color="black", linewidth=0.5)
+        axes.set_xscale("log")
+        axes.set_title(RATES.get(rate, rate), fontsize=9)
+        axes.set_xlabel("seconds of training", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylim(top=min(panels[0].get_ylim()[1], 1.3 * target))
+    panels[0].set_ylabel("validation loss", fontsize=9)
+    labels = panels[0].get_legend_handles_labels()
+    figure.legend(*labels, fontsize=8, loc="outside lower center", ncols=3)
+    save_figure(figure, path, digest=digest)

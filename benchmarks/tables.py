@@ -2,9 +2,9 @@
 
     python -m benchmarks.tables
 
-writes docs/results/*.md, docs/images/loss-over-bytes.png and step-time.png, and the text between the markers
+writes docs/results/*.md, figures into docs/images/, and the text between the markers
 `<!-- result NAME -->` and `<!-- end -->` of README.md and docs/. Pages with unchanged results do not change.
-The inputs come from benchmarks/collect.py and `benchmarks.cluster --json`.
+The inputs come from benchmarks/collect.py, `benchmarks.cluster --json` and `benchmarks.frontier --json`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks.frontier_tables import (
+    draw_frontier,
+    frontier_conditions,
+    frontier_losses,
+    frontier_seconds,
+)
 from benchmarks.loss_tables import (
     draw_losses,
     draw_nodes,
@@ -30,7 +36,6 @@ from benchmarks.loss_tables import (
     size_table,
 )
 from benchmarks.markdown import NOTICE, origin, percent, table
-from benchmarks.method_table import Sources, method_table
 from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table, span
 from benchmarks.speed_tables import (
     cluster_results,
@@ -178,6 +183,11 @@ class Results:
         return cluster_results(self.root / "results" / "cluster")
 
     @cached_property
+    def frontier(self) -> dict[str, Any]:
+        """Losses and seconds of methods that people choose between."""
+        return self._read("frontier.json")
+
+    @cached_property
     def nccl(self) -> dict[str, dict[str, Any]]:
         """Step times over NCCL by layout, of the first machine that has them."""
         found: dict[str, dict[str, Any]] = {}
@@ -250,23 +260,18 @@ class Results:
         if name == "launches":
             result = self._read("launches.json")
             return f"{sum(result['launches'].values()) / result['groups']:.0f}"
-        if name == "methods":
-            local_steps = (self.root / "experiments/local_steps/result.json").read_text(encoding="utf-8")
-            sources = Sources(
-                cluster=self.clusters[0],
-                accuracy=self.accuracy,
-                hooks=self._study("ddp_hooks"),
-                local_steps=json.loads(local_steps),
-            )
-            return method_table(sources)
+        if kind == "frontier":
+            write = {"losses": frontier_losses, "seconds": frontier_seconds}
+            return write.get(detail, frontier_conditions)(self.frontier)
         if kind == "host":
             return self._host_time(detail)
         if name in ("sizes", "predicted-sizes"):
             return size_table(self._study("size_law"), predicted=name != "sizes")
         raise ValueError(
-            f"<!-- result {name} --> names no result: use launches, memory, methods, peaks, ratios, sizes, "
-            "predicted-sizes, link-NAME, box-NAME, loss-STRATEGY, nodes-COUNT, gain-GBIT, hsdp-GBIT, "
-            "nccl-GBIT, ncclhsdp-GBIT, host-plain, host-before or host-now"
+            f"<!-- result {name} --> names no result: use launches, memory, peaks, ratios, sizes, "
+            "predicted-sizes, frontier-losses, frontier-seconds, frontier-conditions, link-NAME, box-NAME, "
+            "loss-STRATEGY, nodes-COUNT, gain-GBIT, hsdp-GBIT, nccl-GBIT, ncclhsdp-GBIT, host-plain, "
+            "host-before or host-now"
         )
 
     def _host_time(self, which: str) -> str:
@@ -318,6 +323,7 @@ class Results:
         return {
             images / "loss-over-bytes.png": (draw_losses, self.widest),
             images / "loss-over-nodes.png": (draw_nodes, self.nodes),
+            images / "loss-over-seconds.png": (draw_frontier, self.frontier),
             images / "loss-over-size.png": (draw_sizes, self._study("size_law")),
             images / "step-time.png": (
                 draw_step_times,
