@@ -3,8 +3,8 @@
 #
 #   examples/pretrain_one_node.sh --data-path corpus.jsonl
 #
-# On one machine all traffic is intra-node, where gradients are 8 bits. --ranks-per-node lets groups of ranks
-# represent nodes. Started again, it continues from its last checkpoint.
+# On one machine nothing is quantized by default. --ranks-per-node lets groups of ranks represent nodes; 1 takes
+# each GPU as a node, for slow links between them. Started again, it continues from its last checkpoint.
 set -euo pipefail
 
 exec torchrun --standalone --nproc-per-node gpu -m sdp4bit_lab pretrain \

@@ -26,7 +26,7 @@ case "$table $model" in
     "accuracy 125M" | "accuracy 350M" | "accuracy 1.3B" | "accuracy 6.7B")
         run=${RUN:-runs/accuracy_$model}
         settings=(
-            --data-path "${DATA:-data/the_pile_text_document}"
+            --data-path "${DATA:-data/pile_text_document}"
             --vocab-file "${VOCAB:-data/vocab.json}" --merge-file "${MERGES:-data/merges.txt}"
             --split 969,30,1 --global-batch-size 256 --train-iters 80000
             --lr-decay-style cosine --lr-decay-iters 70000 --lr-warmup-fraction 0.01

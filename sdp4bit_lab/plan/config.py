@@ -44,7 +44,7 @@ class ClusterConfig:
     probe: Path | None = None
     """Measurements from `sdp4bit probe`, instead of --cluster."""
     device: DeviceName | None = None
-    """GPU model, with data-sheet speeds: quantization at 90 % of the memory bandwidth or the limit of its
+    """GPU model, with data-sheet speeds: quantization at 70 % of the memory bandwidth or the limit of its
     arithmetic, links between GPUs at two thirds of their rate. With --cluster or --probe, it sets the speed
     of quantization and the memory only."""
     link: LinkName | None = None

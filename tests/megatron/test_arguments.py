@@ -25,7 +25,6 @@ def config(line: str) -> SDP4BitConfig:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("", NOTHING),
         (
             "--quantized-weights --quantized-gradients",
             SDP4BitConfig(gradients=GradientConfig(intra_group_size=512, hadamard=False)),
@@ -84,14 +83,19 @@ def test_flags_without_effect_are_taken_with_a_warning(line: str) -> None:
         assert config(line) == NOTHING
 
 
+def test_a_configuration_that_quantizes_nothing_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="neither --quantized-weights nor --quantized-gradients"):
+        assert config("") == NOTHING
+
+
 def test_flag_that_megatron_still_has_keeps_its_meaning() -> None:
     parser = argparse.ArgumentParser()
     flag = "--no-async-tensor-model-parallel-allreduce"
     parser.add_argument(flag, action="store_false", dest="async_tensor_model_parallel_allreduce")
-    args = sdp4bit_megatron.add_arguments(parser).parse_args([flag])
+    args = sdp4bit_megatron.add_arguments(parser).parse_args([flag, "--quantized-weights"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert sdp4bit_megatron.from_args(args) == NOTHING
+        assert sdp4bit_megatron.from_args(args).gradients is None
     assert args.async_tensor_model_parallel_allreduce is False
 
 
