@@ -416,7 +416,8 @@ def dequantize_reduce_pieces(
         out: [(pieces - 1) * stride + layout.numel], fp32, bf16 or fp16; contiguous.
         layout: of at least `stride` values, one part.
         stride: a multiple of 32.
-        hadamard, multiplier: as in dequantize_reduce_hadamard.
+        hadamard: as in dequantize_reduce_hadamard.
+        multiplier: as in dequantize_reduce_hadamard.
         dither: keys of messages with subtractive dither, None for others. The messages of a piece are from
             senders 0 to k - 1.
     """
