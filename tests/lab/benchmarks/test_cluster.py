@@ -54,7 +54,7 @@ def namespaces() -> set[str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if condition():
             return True
@@ -113,7 +113,7 @@ def test_a_network_is_removed_when_its_owner_is_killed(how: signal.Signals) -> N
     sleeper, *nodes = owner.stdout.readline().split()
     assert set(nodes) <= namespaces()
     owner.send_signal(how)
-    owner.wait(timeout=10)
+    owner.wait(timeout=30)
     assert wait_until(lambda: not namespaces() & set(nodes)), namespaces()
     assert wait_until(lambda: not cluster_network.process_status(int(sleeper)))
 
