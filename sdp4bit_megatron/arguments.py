@@ -109,7 +109,7 @@ def from_args(args: argparse.Namespace) -> SDP4BitConfig:
         for flag, _ in _GRADIENTS.values():
             if _value(args, flag) is True:
                 warn_user(f"{flag} has no effect without --quantized-gradients")
-    if weights is gradients is None:
+    if weights is None and gradients is None:
         warn_user("neither --quantized-weights nor --quantized-gradients is given: nothing is quantized")
     for flag in _WITHOUT_MEANING:
         if getattr(args, flag.strip("-").replace("-", "_"), None):
