@@ -50,6 +50,11 @@ from sdp4bit_lab.common.files import write_atomically
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 MARKED = re.compile(r"(<!-- result ([\w-]+) -->\n?).*?(<!-- end -->)", re.DOTALL)
+FRONTIER = {
+    "frontier-losses": frontier_losses,
+    "frontier-seconds": frontier_seconds,
+    "frontier-conditions": frontier_conditions,
+}
 FEWEST_DRAWN = 5
 """Strategies in the figure of losses, not counting the baseline."""
 STUDIES = ("finetuning", "size_law", "two_roundings", "vnmse")
@@ -260,9 +265,8 @@ class Results:
         if name == "launches":
             result = self._read("launches.json")
             return f"{sum(result['launches'].values()) / result['groups']:.0f}"
-        if kind == "frontier":
-            write = {"losses": frontier_losses, "seconds": frontier_seconds}
-            return write.get(detail, frontier_conditions)(self.frontier)
+        if name in FRONTIER:
+            return FRONTIER[name](self.frontier)
         if kind == "host":
             return self._host_time(detail)
         if name in ("sizes", "predicted-sizes"):
