@@ -277,9 +277,9 @@ def frontier_conditions(result: dict[str, Any]) -> str:
         f"A GPT of {result['parameters'] / 1e6:.2f} million parameters ({workload['layers']} layers, width "
         f"{workload['hidden']}, vocabulary {workload['vocabulary']}) on {workload['text']}. "
         f"{workload['decay_steps']} steps of {tokens} tokens per rank, seeds {', '.join(map(str, seeds))}. "
-        f"{result['nodes']} nodes x {result['ranks_per_node']} rank on CPUs, over gloo. AdamW, gradients "
-        f"clipped to a norm of {workload['clip']:g}, {workload['warmup_steps']} steps of warm-up and a "
-        f"cosine to a tenth. Learning rates: "
+        f"{result['nodes']} nodes x {result['ranks_per_node']} rank on CPUs, over gloo. AdamW with a "
+        f"beta2 of 0.95, gradients clipped to a norm of {workload['clip']:g}, "
+        f"{workload['warmup_steps']} steps of warm-up and a cosine to a tenth. Learning rates: "
         f"{', '.join(f'{rate:g}' for rate in result['learning_rates'])}, and further ones for a method whose "
         f"best one was the lowest or the highest.\n\n{origin(result)}"
     )
