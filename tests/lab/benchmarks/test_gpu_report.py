@@ -59,6 +59,7 @@ def test_outcome_of_a_part(command: list[str], seconds: int, result: str, last: 
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_part_writes_beside_the_report(tmp_path: Path) -> None:
     """Launches and host time are measured on the CPU too; without a GPU there are no launches to count."""
     done = _report("try", "--parts", "profile", out=tmp_path)
@@ -197,6 +198,7 @@ def test_a_part_that_hangs_leaves_its_stacks_and_no_process(
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_ranks_that_share_a_gpu_are_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     names = ["nccl-collectives", "nccl-2x1", "nccl-no-mps", "nccl-deterministic"]
@@ -301,6 +303,7 @@ print({(a[0] >= b[0], 2 * a[1] <= b[1]) for a, b in pairs}, any(a[0] > b[0] for 
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_settings_of_the_kernels_are_varied_and_restored() -> None:
     """In Triton's interpreter: the settings reach each launch."""
     done = subprocess.run(

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from sdp4bit.collectives import reduce_scatter
+from sdp4bit.config import GradientConfig
 from sdp4bit.kernels.cpu import backend as numba_backend
 from sdp4bit.quantization import ops
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.ranks import Ranks
 from sdp4bit_lab.selftest import kernels, streams
+from sdp4bit_lab.selftest.cases import ALL_BITS, HOPS, SHAPES, dequantize_reduce_quantize
 from sdp4bit_lab.selftest.check import (
     CheckFailedError,
     CheckSkippedError,
@@ -143,6 +145,19 @@ def test_a_failure_ends_the_test_on_all_ranks_with_the_way_to_repeat_it(tmp_path
 
 
 # -- every check can fail -------------------------------------------------------------------------------
+
+
+def test_hops_read_and_write_every_format_in_every_way():
+    """Of the kernels that requantize, two of six ways per hop are compiled; together they cover all pairs."""
+    calls = [case.named for shape in SHAPES for case in dequantize_reduce_quantize(shape)]
+    ways = [(call["rounding"] and call["rounding"].dither, call["dither"] is None) for call in calls]
+    hops = [(call["received"].bits, call["sent"].bits) for call in calls]
+    assert len(set(zip(hops, ways, strict=True))) <= 2 * len(HOPS)
+    reads = {(hop[0], way[1]) for hop, way in zip(hops, ways, strict=True)}
+    writes = {(hop[1], way[0]) for hop, way in zip(hops, ways, strict=True)}
+    assert (len(reads), len(writes), len(set(ways))) == (2 * len(ALL_BITS), 3 * len(ALL_BITS), 6)
+    default = GradientConfig()
+    assert ((default.intra_bits, default.inter_bits), (True, True)) in set(zip(hops, ways, strict=True))
 
 
 def test_a_wrong_byte_of_a_kernel_is_found(monkeypatch):
