@@ -244,7 +244,8 @@ def dequantize_reduce_quantize(shape: Shape) -> Iterator[KernelCase]:
         received = shape.layout(bits_in, parts=2 * parts, group_size=received_size)
         sent = shape.layout(bits_out, parts=parts)
         messages = make_messages(count, received, seed=6, special=shape.edges)
-        named = {"received": received, "sent": sent, "rounding": rounding, "dither": dither}
+        named: dict[str, Any] = {"received": received, "sent": sent}
+        named |= {"rounding": rounding, "dither": dither}
         named["skip"] = 1 if shape.number % 6 == 3 else (None, 0, 1)[shape.number % 3]
         if shape.number % 3 == 1:
             named["own"] = guarded_values(torch.full((shape.numel,), float("nan")), offset=shape.numel % 3)
