@@ -21,14 +21,20 @@ CORE += $(addprefix tests/collectives/test_,plan.py sections.py reduce_scatter.p
 CORE += tests/engines/fsdp2/test_exactness.py::test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit
 CORE += tests/engines/fsdp2/test_checkpoint.py::test_a_resumed_run_continues_bit_for_bit
 
-# The slow tests, in parts of less than 15 minutes on two cores: folders and files of tests/. Mutations are tests of one
+# The slow tests, in parts of about 10 minutes on two cores: folders and files of tests/. Mutations are tests of one
 # file that share nothing, so workers divide them.
-SLOW_kernels := collectives kernels quantization
-SLOW_fsdp2 := engines/fsdp2
-SLOW_engines := engines/ddp megatron engines/test_*.py
+SLOW_kernels := kernels
+SLOW_collectives := collectives quantization
+SLOW_fsdp2 := engines/fsdp2/test_[!s]*.py
+SLOW_switches := engines/fsdp2/test_s*.py
+SLOW_engines := engines/ddp engines/test_[!s]*.py
+SLOW_streams := engines/test_s*.py
+SLOW_megatron := megatron
 SLOW_launch := lab/common lab/selftest
-SLOW_pretrain := lab/compare lab/plan lab/pretrain lab/report
-SLOW_benchmarks := lab/benchmarks lab/test_newest_packages.py test_docs.py test_package.py test_properties_config.py
+SLOW_pretrain := lab/pretrain
+SLOW_compare := lab/compare lab/plan lab/report
+SLOW_benchmarks := lab/benchmarks
+SLOW_packages := lab/test_newest_packages.py test_docs.py test_package.py test_properties_config.py
 SLOW_mutations := test_mutations.py
 SLOW_users := lab/test_examples.py lab/test_user_path.py
 PARTS := $(patsubst SLOW_%,%,$(filter SLOW_%,$(.VARIABLES)))

@@ -61,15 +61,14 @@ MAY_WAIT = {
 
 QUICK = (
     *("plain FSDP2", "node replica", "pipeline chunks", "edits", "unshard, measured meanwhile", "two roots"),
-    *("HSDP", "mesh per parameter", "DDP", "load", "evaluation", "telemetry", "audit"),
-    "accumulation, unreduced",
+    *("HSDP", "DDP", "load"),
 )
 """Scenarios of FSDP2 and DDP that the quick tests have; the parts of the others are in them too."""
 
-MEGATRON_QUICK = ("overlap", "one node", "one queue", "resync and audit")
+MEGATRON_QUICK = ("overlap", "resync and audit")
 """The same of Megatron-Core."""
 
-ORDERED_QUICK = ("two roots", "audit", "HSDP, accumulation", "mesh per parameter", "DDP")
+ORDERED_QUICK = ("two roots", "audit", "mesh per parameter")
 """The same of those whose collectives are compared between ranks."""
 
 

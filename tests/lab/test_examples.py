@@ -200,6 +200,7 @@ def test_a_minimal_example_prints_the_ratio_of_the_readme(command: list[str], la
     assert len(losses(lines)) == 12 and losses(lines)[-1] < losses(lines)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_example_of_an_engine_trains_with_and_without_sdp4bit() -> None:
     quantized, unquantized = run("engine.py"), run("engine.py", "--plain")

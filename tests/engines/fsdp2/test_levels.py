@@ -54,7 +54,8 @@ def compare(topology: tuple[int, int], levels: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "topology", "levels"), [(4, (1, 2), "2 x 2 x 1"), (8, (2, 2), "2 x 2 x 2")]
+    ("ranks", "topology", "levels"),
+    [(4, (1, 2), "2 x 2 x 1"), pytest.param(8, (2, 2), "2 x 2 x 2", marks=pytest.mark.slow)],
 )
 def test_training_in_three_levels(ranks: int, topology: tuple[int, int], levels: str) -> None:
     assert run_ranks(compare, ranks, topology, levels) == [[1]] * ranks

@@ -254,13 +254,9 @@ QUICK: list[Case] = [
     ("unused parameters", "accumulated before", "fp32", "4 shards"),
     ("unused parameters", "summed over replicas at the end", "bf16", "2 x 2"),
     ("means after attaching", "accumulated after", "mixed", "4 shards"),
-    ("means after attaching", "summed over replicas at the end", "mixed", "2 x 2"),
-    ("usual", "accumulated before", "mixed", "4 shards"),
     ("hooked", "steps", "fp32", "4 shards"),
     ("divided by 3 after attaching", "steps", "bf16", "4 shards"),
-    ("divided by shards", "accumulated before", "mixed", "2 x 2"),
     ("kept after forward", "accumulated and kept", "mixed", "2 x 2"),
-    ("resharded to pairs", "steps", "mixed", "4 shards"),
     ("prefetched", "accumulated and kept", "fp32", "4 shards"),
     ("own reduce-scatter group", "accumulated after", "mixed", "2 x 2"),
 ]

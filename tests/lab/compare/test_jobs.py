@@ -25,6 +25,7 @@ def result(folder: Path) -> dict[str, object]:
     return content
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_jobs_have_the_results_of_one_after_another_and_outlive_one_that_fails(tmp_path):
     pytest.importorskip("matplotlib")

@@ -54,6 +54,7 @@ def run_without(packages: set[str], folder: Path, *arguments: str) -> subprocess
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_the_self_test_runs_with_torch_and_numpy_alone(tmp_path: Path) -> None:
     path = tmp_path / "selftest.json"
     done = run_without(
