@@ -156,7 +156,7 @@ class TestCompilation:
         assert errors.startswith("sdp4bit: compiling CPU kernels that are not in the cache (3 to ")
 
     def test_a_damaged_index_of_the_cache_is_replaced(self, tmp_path):
-        indices = {1: b"", 2: b"garbage", 3: OTHER_VERSION}  # by what has been compiled before
+        indices = {1: b"", 2: b"garbage", 3: OTHER_VERSION}  # by the number of compilations before
         for expected in (1, 2, 3, 4, 4):
             process = compile_one(tmp_path, seconds=0)
             errors = process.communicate(timeout=120)[1]
