@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from benchmarks import cluster, frontier, frontier_tables
 from benchmarks.cluster_strategies import Cluster, Workload, strategies_for
@@ -224,6 +225,33 @@ def weights_of_local_steps(folder: str) -> list[list[float]]:
             step.finish()
         weights.append(next(step.parameters())[0, :8].tolist())
     return weights
+
+
+def norms_of_gradients(clip: float | None, folder: str) -> dict[str, float]:
+    """Return the norm of all gradients that each kind of model's optimizer sees in its first step."""
+    norms: dict[str, float] = {}
+    for name in ("compute", "ddp", "sdp4bit", "local-8"):
+        step = BUILDERS[name](replace(TINY, clip=clip, text=f"{folder}/tokens.pt"), frontier.NODES)
+
+        def note(*_: Any, name: str = name, step: Any = step) -> None:
+            norm = torch.nn.utils.get_total_norm([each.grad for each in step.parameters()])
+            norms[name] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+        step._optimizer.register_step_pre_hook(note)
+        step.load()
+        step()
+    return norms
+
+
+@pytest.mark.gloo
+def test_every_method_clips_gradients(tmp_path: Path) -> None:
+    """AdamW hides it from the losses: it divides by the size of the gradients."""
+    torch.save({"train": torch.arange(3000) % 256}, tmp_path / "tokens.pt")
+    (free, _), (clipped, _) = (
+        run_ranks(norms_of_gradients, 2, clip, str(tmp_path), timeout=120.0) for clip in (None, 0.1)
+    )
+    assert min(free.values()) > 0.2
+    assert clipped == {name: pytest.approx(0.1, rel=1e-3) for name in free}
 
 
 @pytest.mark.gloo
