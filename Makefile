@@ -8,8 +8,9 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# A bar for every download, but no list of the packages that are there already.
-PIP_INSTALL := $(BIN)/python -m pip install --no-input -c constraints.txt
+# A bar for every download, but no list of the packages that are there already. Modules are compiled when they are
+# imported: pip would take a minute for all of them, and an import of torch takes 3 s longer, once.
+PIP_INSTALL := $(BIN)/python -m pip install --no-input --no-compile -c constraints.txt
 # A file's tests share what its fixtures have started. Workers take the files in the order of tests/conftest.py; the
 # third works while ranks of the others wait for each other, and more only take the cores from ranks that would not.
 PYTEST := -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 10 --durations-min 15
@@ -42,12 +43,12 @@ PARTS := $(patsubst SLOW_%,%,$(filter SLOW_%,$(.VARIABLES)))
 # An environment of its own for another torch, with its own pins of torch and triton if there is a file of them.
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 OTHER_PINS := $(wildcard constraints-torch-$(basename $(VERSION)).txt)
-OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt torch==$(VERSION)
+OTHER_INSTALL = $(OTHER)/bin/python -m pip install --quiet --no-compile -c $(OTHER)/constraints.txt torch==$(VERSION)
 
 # An environment of its own for trainers and launchers of other packages. `UNRESOLVED` ask for older packages than they
 # need, or for packages that their tests do not need; DeepSpeed is built from its sources.
 ECOSYSTEM := .venv-ecosystem
-ECOSYSTEM_INSTALL := $(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -c constraints-ecosystem.txt
+ECOSYSTEM_INSTALL := $(ECOSYSTEM)/bin/python -m pip install --quiet --no-compile -c constraints.txt -c constraints-ecosystem.txt
 TRAINERS := accelerate bitsandbytes datasets lightning peft scipy sentence-transformers tensorboard torchao transformers trl
 LAUNCHERS := kubeflow_trainer_api 'ray[train]' torchft
 TORCHTITAN_NEEDS := einops spmd_types torch_checkpointing torchdata triton tyro
