@@ -32,8 +32,9 @@ from sdp4bit.collectives.topology import create_topology
 
 PERIODS = (1, 8, 30, 100)
 """Steps from one exchange of DiLoCo to the next; 1 for the time of an exchange."""
-OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
-"""Those of torchft's examples."""
+OUTER = {1: (0.7, 0.6), 8: (1.0, 0.0), 30: (0.7, 0.6), 100: (0.7, 0.6)}
+"""Learning rate and momentum of the outer optimizer by the period: the best that were tried
+(results/frontier-outer-optimizer.json). torchft's examples have 0.7 and 0.9."""
 ZERO_PLUS_PLUS = SDP4BitConfig(
     weights=WeightConfig(bits=8, mode="direct"),
     gradients=GradientConfig(
@@ -64,7 +65,8 @@ class LocalSteps(TrainingStep):
         super().__init__(model, workload=workload)
         self._period = period
         self._anchor = nn.Parameter(self._weights())
-        self._outer = torch.optim.SGD([self._anchor], OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+        rate, momentum = OUTER[period]
+        self._outer = torch.optim.SGD([self._anchor], rate, momentum=momentum, nesterov=momentum > 0)
         self._all_reduce = messages and QuantizedAllReduce(create_topology(1), config=messages)
 
     def _weights(self) -> Tensor:
