@@ -22,8 +22,8 @@ CORE += $(addprefix tests/collectives/test_,plan.py sections.py reduce_scatter.p
 CORE += tests/engines/fsdp2/test_exactness.py::test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit
 CORE += tests/engines/fsdp2/test_checkpoint.py::test_a_resumed_run_continues_bit_for_bit
 
-# The slow tests, in parts of about 10 minutes on two cores: folders and files of tests/. Mutations are tests of one
-# file that share nothing, so workers divide them.
+# The slow tests, in parts of about 10 minutes on two cores: folders and files of tests/. Two folders are divided by the
+# first letter of their files. Mutations are tests of one file that share nothing, so workers divide them.
 SLOW_kernels := kernels
 SLOW_collectives := collectives quantization
 SLOW_fsdp2 := engines/fsdp2/test_[!s]*.py

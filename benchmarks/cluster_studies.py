@@ -30,11 +30,12 @@ from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.topology import create_topology
 
-PERIODS = (1, 8, 30, 100)
-"""Steps from one exchange of DiLoCo to the next; 1 for the time of an exchange."""
 OUTER = {1: (0.7, 0.6), 8: (1.0, 0.0), 30: (0.7, 0.6), 100: (0.7, 0.6)}
-"""Learning rate and momentum of the outer optimizer by the period: the best that were tried
-(results/frontier-outer-optimizer.json). torchft's examples have 0.7 and 0.9."""
+"""DiLoCo's outer learning rate and momentum, by the steps from one exchange to the next.
+
+The best that were tried (results/frontier-outer-optimizer.json); torchft's examples have 0.7 and 0.9. The
+entry of one step is for the time of an exchange.
+"""
 ZERO_PLUS_PLUS = SDP4BitConfig(
     weights=WeightConfig(bits=8, mode="direct"),
     gradients=GradientConfig(
@@ -50,8 +51,8 @@ ZERO_PLUS_PLUS = SDP4BitConfig(
 class LocalSteps(TrainingStep):
     """Train alone with AdamW, and every `period` steps exchange movements of the weights.
 
-    The anchor is the weights after the last exchange. An outer SGD with Nesterov momentum moves it by the
-    mean of the ranks' movements, and every rank continues from it.
+    The anchor is the weights after the last exchange. An outer SGD, with Nesterov momentum unless that is
+    0, moves it by the mean of the ranks' movements, and every rank continues from it.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ STUDIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "zeropp": training_step_of_fsdp2(ZERO_PLUS_PLUS),
     "sdp4bit-paper": training_step_of_fsdp2(preset_of("sdp4bit-paper")),
     "sdp4bit-8bit-gradients": training_step_of_fsdp2(SDP4BitConfig(gradients=GradientConfig(inter_bits=8))),
-    **{f"local-{period}": _local(period, None) for period in PERIODS},
-    **{f"local-{period}-4bit": _local(period, GradientConfig()) for period in PERIODS},
+    **{f"local-{period}": _local(period, None) for period in OUTER},
+    **{f"local-{period}-4bit": _local(period, GradientConfig()) for period in OUTER},
 }
 BUILDERS = STRATEGIES | STUDIES
 """All strategies; those of studies run only if they are named."""
