@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.gradients import reduction_multiplier
+from sdp4bit.collectives.gradients import Gradients, reduction_multiplier
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.ddp.hook import DDPCommState
 from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook, ReplicateGroup
@@ -114,26 +114,34 @@ def _gradient_seams(name: str, fired: Fired) -> Iterator[tuple[type, str, Callab
     yield ReplicateGroup, "allreduce", reduce_replicas
     yield DDPCommState, "average", reduce_bucket
 
-    megatron = sys.modules.get("sdp4bit_megatron.communication")
+    megatron = sys.modules.get("sdp4bit_megatron.patches")
     if megatron is None:
         return
-    buckets = megatron.BucketState
-    reduce, reduce_in_steps = buckets.reduce, buckets.reduce_in_steps
+    patch_of_group = megatron.GroupPatch
+    find, reduce, reduce_in_steps = patch_of_group._of, Gradients.reduce, Gradients.reduce_in_steps
+    groups: dict[Gradients, Any] = {}  # of Megatron's buckets, which are found before they are reduced
 
-    def reduce_buffer(self: Any, output: Tensor, input: Tensor, op: object, **options: Any) -> None:
-        own = own_row(input, op, self.view.process_group)
-        reduce(self, output, input, op, **options)
-        apply(output, own, self.view.process_group)
+    def find_bucket(self: Any, *args: Any) -> Any:
+        bucket = find(self, *args)
+        groups[bucket.gradients] = bucket.view.process_group
+        return bucket
 
-    def reduce_buffer_in_steps(
-        self: Any, output: Tensor, input: Tensor, op: object, **options: Any
-    ) -> Iterator[None]:
-        own = own_row(input, op, self.view.process_group)
-        yield from reduce_in_steps(self, output, input, op, **options)
-        apply(output, own, self.view.process_group)
+    def reduce_buffer(self: Any, output: Tensor, input: Tensor, op: object, **options: Any) -> Any:
+        if self not in groups or options:  # FSDP2's, or Megatron's own reduction
+            return reduce(self, output, input, op, **options)
+        own = own_row(input, op, groups[self])
+        reduce(self, output, input, op)
+        apply(output, own, groups[self])
+        return None
 
-    yield buckets, "reduce", reduce_buffer
-    yield buckets, "reduce_in_steps", reduce_buffer_in_steps
+    def reduce_buffer_in_steps(self: Any, output: Tensor, input: Tensor, op: object) -> Iterator[None]:
+        own = own_row(input, op, groups[self])
+        yield from reduce_in_steps(self, output, input, op)
+        apply(output, own, groups[self])
+
+    yield patch_of_group, "_of", find_bucket
+    yield Gradients, "reduce", reduce_buffer
+    yield Gradients, "reduce_in_steps", reduce_buffer_in_steps
 
 
 # -- weights ------------------------------------------------------------------------------------------

@@ -23,10 +23,19 @@ import sdp4bit_megatron
 from sdp4bit_megatron import quantize_communication
 from sdp4bit_megatron.api import _check_bucket
 from sdp4bit_megatron.patches import OptimizerPatch
+from tests import mutations
 from tests.megatron.runs import LOSSLESS, QUANTIZED, MegatronRun
 from tests.ranks import on_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+
+
+def test_every_mutation_finds_the_methods_that_it_breaks() -> None:
+    """The search for mutations that no test notices is slow and runs rarely; a method may have moved since."""
+    for name in mutations.ALL:
+        with mutations.broken(name) as fired:
+            assert not fired
+
 
 PRELOAD = ["tests.megatron.imports"]
 
