@@ -9,7 +9,7 @@ import io
 import warnings
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,9 @@ VOCABULARY, BATCH, MICROBATCHES = 64, 2, 2
 class MegatronRun:
     """One training run; plain Megatron-Core if `config` is None."""
 
+    _sizes: ClassVar[dict[str, Any]] = {}
+    """Sizes of the process groups that this process has now."""
+
     def __init__(
         self,
         config: SDP4BitConfig | None,
@@ -91,15 +94,17 @@ class MegatronRun:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tp,
-            pp,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            create_gloo_process_groups=True,
+        sizes = {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
             **{name: size for name, size in (transformer or {}).items() if name in EXPERT_SIZES},
-        )
+        }
+        # Megatron destroys none of its process groups, and hundreds of gloo's threads slow down a process.
+        if not parallel_state.model_parallel_is_initialized() or sizes != MegatronRun._sizes:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=True)
+            MegatronRun._sizes = sizes
         self.state = parallel_state
         torch.manual_seed(1234 + seed)
         tensor_parallel.random.model_parallel_cuda_manual_seed(1234)

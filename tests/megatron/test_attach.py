@@ -31,7 +31,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
 
 def test_every_mutation_finds_the_methods_that_it_breaks() -> None:
-    """The search for mutations that no test notices is slow and runs rarely; a method may have moved since."""
+    """The search for mutations that no test notices is slow and runs rarely; methods may have moved since."""
     for name in mutations.ALL:
         with mutations.broken(name) as fired:
             assert not fired
