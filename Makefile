@@ -95,7 +95,7 @@ test-unit: $(STAMP) ## run the tests that start no process
 
 test-slow: $(STAMP) ## run the tests marked slow, or a part of them: PART=fsdp2
 	@test -n '$(if $(PART),$(SLOW_$(PART)),all)' || { echo 'no such part; there are: $(sort $(PARTS))'; exit 2; }
-	$(BIN)/python $(PYTEST) -m slow $(addprefix tests/,$(SLOW_$(PART))) $(if $(filter mutations,$(PART)),--dist load)
+	$(BIN)/python $(PYTEST) -m slow $(addprefix tests/,$(SLOW_$(PART))) $(if $(filter mutations megatron,$(PART)),--dist load)
 
 test-megatron: $(STAMP) ## run the tests of the adapter of Megatron-Core
 	$(BIN)/python $(PYTEST) tests/megatron
