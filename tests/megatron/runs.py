@@ -59,8 +59,8 @@ VOCABULARY, BATCH, MICROBATCHES = 64, 2, 2
 class MegatronRun:
     """One training run; plain Megatron-Core if `config` is None."""
 
-    _sizes: ClassVar[dict[str, Any]] = {}
-    """Sizes of the process groups that this process has now."""
+    _made: ClassVar[tuple[object, dict[str, Any]]] = (None, {})
+    """The world, and the sizes of Megatron's process groups in it."""
 
     def __init__(
         self,
@@ -100,11 +100,12 @@ class MegatronRun:
             "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
             **{name: size for name, size in (transformer or {}).items() if name in EXPERT_SIZES},
         }
+        made = (dist.group.WORLD, sizes)
         # Megatron destroys none of its process groups, and hundreds of gloo's threads slow down a process.
-        if not parallel_state.model_parallel_is_initialized() or sizes != MegatronRun._sizes:
+        if not parallel_state.model_parallel_is_initialized() or made != MegatronRun._made:
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=True)
-            MegatronRun._sizes = sizes
+            MegatronRun._made = made
         self.state = parallel_state
         torch.manual_seed(1234 + seed)
         tensor_parallel.random.model_parallel_cuda_manual_seed(1234)
