@@ -35,7 +35,7 @@ def test_every_claim_is_marked(file: str) -> None:
             assert "mark.like_plain" in text or not any(oracle in text for oracle in ORACLES), test.name
 
 
-def search(file: str) -> None:
+def assert_no_mutation_survives(file: str) -> None:
     """Break the communication of every claim in the file in every way."""
     options = ["-q", "--mutations", "-m", "slow or not slow", "--timeout", "1500", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -54,7 +54,7 @@ def search(file: str) -> None:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("file", [file for file in CLAIMS if not file.startswith("tests/megatron/")])
 def test_no_mutation_survives(file: str) -> None:
-    search(file)
+    assert_no_mutation_survives(file)
 
 
 def training(config: SDP4BitConfig | None) -> list[float]:

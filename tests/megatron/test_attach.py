@@ -29,15 +29,14 @@ from tests.ranks import on_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
+PRELOAD = ["tests.megatron.imports"]
+
 
 def test_every_mutation_finds_the_methods_that_it_breaks() -> None:
     """The search for mutations that no test notices is slow and runs rarely; methods may have moved since."""
     for name in mutations.ALL:
         with mutations.broken(name) as fired:
             assert not fired
-
-
-PRELOAD = ["tests.megatron.imports"]
 
 
 def targets(run: MegatronRun) -> list[Any]:
