@@ -133,7 +133,7 @@ def _context(modules: list[str]) -> ForkServerContext:
     The server of each set of modules stays; multiprocessing knows only one, so it is told which.
     """
     server = _servers.setdefault(tuple(modules), ForkServer())
-    server.set_forkserver_preload([*_PRELOADED, *modules])
+    server.set_forkserver_preload([*_PRELOADED, *modules, "tests.frozen"])
     forkserver.connect_to_new_process = server.connect_to_new_process  # type: ignore[attr-defined]
     return multiprocessing.get_context("forkserver")
 

@@ -27,7 +27,7 @@ def all_options(settings: type) -> dict[str, list[str]]:
     options: dict[str, list[str]] = {}
     for _, part in sections(settings):
         own = {f.name: option_flags(part)[f.name] for f in fields(part) if section_type(f) is None}
-        assert all(docstrings(part)[name] for name in own)
+        assert all(map(docstrings(part).get, own))
         assert not own.keys() & options.keys()
         options |= own
     return options
