@@ -67,7 +67,7 @@ def run_ranks(
     """
     sys.audit(STARTED, function)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = _context(getattr(sys.modules[function.__module__], "PRELOAD", []))
+    context = copies(getattr(sys.modules[function.__module__], "PRELOAD", []))
     before = [*before_functions]
     # A guard against hangs, no measure: other workers and other programs may take most of the processors.
     timeout *= 10 if before else 3
@@ -127,8 +127,8 @@ _servers: dict[tuple[str, ...], ForkServer] = {}
 """The servers that ranks are copies of, by the modules that each has imported besides `_PRELOADED`."""
 
 
-def _context(modules: list[str]) -> ForkServerContext:
-    """Return a context of processes that have imported these.
+def copies(modules: list[str]) -> ForkServerContext:
+    """Return a context of processes that are copies of one that has imported `_PRELOADED` and these modules.
 
     The server of each set of modules stays; multiprocessing knows only one, so it is told which.
     """
