@@ -172,24 +172,35 @@ def hash32(counter: Tensor, k0: int, k1: int) -> Tensor:
     return x ^ _shift_right(x, 16)
 
 
-def random_bits16(first: int, numel: int, k0: int, k1: int, *, device: torch.device | None = None) -> Tensor:
-    """Return 16 random bits, int32 in [0, 65536), for each element first .. first + numel - 1.
+def random_bits16(
+    first: int,
+    numel: int,
+    k0: int,
+    k1: int,
+    *,
+    rows: int = 1,
+    row_stride: int = 0,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return 16 random bits per element of rows, int32 [rows * numel], in [0, 65536).
 
     Element e hashes counter (e // 32) * 16 + e % 16. Lanes 0 to 15 of a block of 32 use the low half of the
     hash, and lanes 16 to 31 use the high half, so that one hash serves two elements.
 
     Args:
-        first: number of the first element, a multiple of 32, not negative.
-        numel: number of elements, a multiple of 32.
+        first: number of the first element of the first row, a multiple of 32, not negative.
+        numel: number of elements of a row, a multiple of 32.
+        row_stride: difference between the numbers of consecutive rows, a multiple of 32, not negative.
 
     Raises:
         ValueError: a number is negative or no multiple of 32, or an element is beyond 2**33.
     """
-    if first < 0 or numel < 0 or first % 32 or numel % 32:
-        raise ValueError(f"first={first} and numel={numel} must be multiples of 32, at least 0")
-    if first + numel > MAX_ELEMENTS:
-        raise ValueError(f"element {first + numel} is beyond {MAX_ELEMENTS}, the maximum for one key")
-    counter = torch.arange(first // 2, (first + numel) // 2, dtype=torch.int64, device=device)
-    counter = counter.to(torch.int32).view(-1, 1, 16)
-    mixed = hash32(counter, k0, k1)
+    if min(first, numel, row_stride) < 0 or first % 32 or numel % 32 or row_stride % 32:
+        raise ValueError(f"{first=}, {numel=} and {row_stride=} must be multiples of 32, at least 0")
+    end = first + (rows - 1) * row_stride + numel
+    if end > MAX_ELEMENTS:
+        raise ValueError(f"element {end} is beyond {MAX_ELEMENTS}, the maximum for one key")
+    starts = torch.arange(rows, device=device).unsqueeze(1) * (row_stride // 2) + first // 2
+    counter = starts + torch.arange(numel // 2, device=device)
+    mixed = hash32(counter.to(torch.int32).view(-1, 1, 16), k0, k1)
     return torch.cat([mixed & 0xFFFF, _shift_right(mixed, 16)], dim=1).view(-1)

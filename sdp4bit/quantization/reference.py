@@ -35,7 +35,7 @@ from sdp4bit.quantization.checksum import add_checksum  # noqa: F401 - an operat
 from sdp4bit.quantization.formats import BLOCK, Format
 from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import KeySeries, RoundingKey, random_bits16
+from sdp4bit.quantization.random import KeySeries, RoundingKey, dither_mask, random_bits16
 
 _ABS_MASK = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000
@@ -231,23 +231,22 @@ def _reduce(
 ) -> Tensor:
     """Return the sum over messages [k, nbytes], in order, of some parts, as fp32 [count, padded_numel]."""
     total = torch.zeros(count, layout.padded_numel, dtype=torch.float32, device=messages.device)
+    if dither is not None:
+        drawn = _random_rows(dither._replace(sender=0), rows=count, layout=layout, device=messages.device)
     for sender, message in enumerate(messages):
         if sender == skip:
             continue
-        random = None
-        if dither is not None:
-            key = dither._replace(sender=sender)
-            random = _random_rows(key, rows=count, layout=layout, device=messages.device)
+        random = None if dither is None else drawn ^ (dither_mask(sender) << 8)
         total = total + decode(message.unsqueeze(0), layout, random, first=first, count=count)[0]
     return total
 
 
 def _random_rows(rounding: RoundingKey, *, rows: int, layout: MessageLayout, device: torch.device) -> Tensor:
     """Return the random bits of rows, int32 [rows, padded_numel], in 0 .. 65535."""
-    bits = torch.empty(rows, layout.padded_numel, dtype=torch.int32, device=device)
-    for row in range(rows):
-        first = row * rounding.row_stride + rounding.first
-        bits[row] = random_bits16(first, layout.padded_numel, rounding.k0, rounding.k1, device=device)
+    numel, stride = layout.padded_numel, rounding.row_stride
+    keys = (rounding.k0, rounding.k1)
+    bits = random_bits16(rounding.first, numel, *keys, rows=rows, row_stride=stride, device=device)
+    bits = bits.view(rows, numel)
     return bits ^ (rounding.mask << 8) if rounding.dither else bits
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from typing import NoReturn
 
 import pytest

@@ -172,6 +172,17 @@ def test_bits_equal_the_definition_in_integers(block: int, blocks: int, k0: int,
     assert bits.tolist() == [bits_by_hand(e, k0, k1) for e in range(first, first + numel)]
 
 
+@repeatable
+@given(st.integers(0, 1 << 20), st.integers(0, 3), st.integers(0, 4), st.integers(0, 1 << 20), keys, keys)
+def test_rows_have_the_bits_of_each_row(
+    block: int, blocks: int, rows: int, stride: int, k0: int, k1: int
+) -> None:
+    first, numel, stride = 32 * block, 32 * blocks, 32 * stride
+    bits = random_bits16(first, numel, k0, k1, rows=rows, row_stride=stride)
+    each = [random_bits16(first + row * stride, numel, k0, k1) for row in range(rows)]
+    assert torch.equal(bits, torch.cat([torch.empty(0, dtype=torch.int32), *each]))
+
+
 def test_known_bits_do_not_change() -> None:
     k0, k1 = keys_by_hand(7, pack_stream(step=3, bucket=5, stage=Stage.INTER, rank=2))
     first = [bits_by_hand(e, k0, k1) for e in range(0, 64, 8)]
@@ -183,10 +194,13 @@ def test_known_bits_do_not_change() -> None:
 KNOWN_BITS = [15965, 52246, 698, 17974, 57510, 46946, 336, 29160]
 
 
-@pytest.mark.parametrize(("first", "numel"), [(1, 32), (0, 31), (16, 32), (-32, 64), (32, -32)])
-def test_range_that_is_no_multiple_of_32_or_negative_is_refused(first: int, numel: int) -> None:
-    with pytest.raises(ValueError, match=f"first={first} and numel={numel} must be multiples of 32"):
-        random_bits16(first, numel, 1, 2)
+@pytest.mark.parametrize(
+    ("first", "numel", "stride"),
+    [(1, 32, 0), (0, 31, 0), (16, 32, 0), (-32, 64, 0), (32, -32, 0), (0, 32, 33), (64, 32, -32)],
+)
+def test_range_that_is_no_multiple_of_32_or_negative_is_refused(first: int, numel: int, stride: int) -> None:
+    with pytest.raises(ValueError, match=f"first={first}, numel={numel} and row_stride={stride} must be mul"):
+        random_bits16(first, numel, 1, 2, row_stride=stride)
 
 
 def test_last_element_has_bits_and_the_next_is_refused() -> None:
@@ -195,6 +209,8 @@ def test_last_element_has_bits_and_the_next_is_refused() -> None:
     assert last.tolist() == [bits_by_hand(e, 1, 2) for e in range(MAX_ELEMENTS - 32, MAX_ELEMENTS)]
     with pytest.raises(ValueError, match=f"element {MAX_ELEMENTS + 32} is beyond {MAX_ELEMENTS}"):
         random_bits16(MAX_ELEMENTS, 32, 1, 2)
+    with pytest.raises(ValueError, match=f"element {MAX_ELEMENTS + 32} is beyond {MAX_ELEMENTS}"):
+        random_bits16(0, 32, 1, 2, rows=2, row_stride=MAX_ELEMENTS)
 
 
 # Statistics: fixed keys, so that each bound is met or missed for good. A sound generator fails a
