@@ -99,7 +99,7 @@ def _announce(lock: int | None, where: str) -> None:
         is_known = is_recent and os.pread(lock, 32, 0) == parent
         os.ftruncate(lock, os.pwrite(lock, parent, 0))
     if not is_known:
-        logger.warning("compiling CPU kernels %s (%d to %d s)", where, *_TYPICAL_SECONDS)
+        logger.warning("compiling CPU kernels %s (%d to %d s for a training run)", where, *_TYPICAL_SECONDS)
 
 
 def compile_kernel(kernel: Callable[..., None], flags: Flags, groups: tuple[type[Group], ...]) -> int:
