@@ -1,7 +1,8 @@
 """Options of a command from the fields of its settings class, by argparse: parsing, `--help`, error lines.
 
 tyro's own help and errors were tried. They list `{None}|INT` and `(default: None)`, and take up to ten lines
-for a wrong value. With its subcommands, `sdp4bit --help` imports the settings of all commands.
+for a wrong value. With its subcommands, `sdp4bit --help` imports the settings of all commands. jsonargparse
+names options by their section (`--training.steps`), suggests none, and takes 90 lines for a wrong one.
 """
 
 from __future__ import annotations
