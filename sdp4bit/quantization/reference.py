@@ -232,6 +232,7 @@ def _reduce(
     """Return the sum over messages [k, nbytes], in order, of some parts, as fp32 [count, padded_numel]."""
     total = torch.zeros(count, layout.padded_numel, dtype=torch.float32, device=messages.device)
     if dither is not None:
+        # Those of sender 0, whose mask is 0. The bits of the others differ from them by a mask.
         drawn = _random_rows(dither._replace(sender=0), rows=count, layout=layout, device=messages.device)
     for sender, message in enumerate(messages):
         if sender == skip:
