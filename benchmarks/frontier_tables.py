@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import origin, percent, save_figure, table
+from benchmarks.markdown import ink, origin, percent, save_figure, table
 from benchmarks.speed_tables import RATES
 from sdp4bit_lab.compare.paired import confidence_interval
 
@@ -309,11 +309,11 @@ def draw_frontier(result: dict[str, Any], path: Path, *, digest: str) -> None:
         for line in (lines[name] for name in METHODS if name in lines):
             if line.method.style is None:
                 continue
-            color, dashes = line.method.style.split(" ")
+            color, dashes = line.method.style.replace("black", ink()).split(" ")
             points = [(step * line.seconds[rate], loss) for step, loss in line.curve if math.isfinite(loss)]
             axes.plot(*zip(*points, strict=True), dashes, color=color, linewidth=1.3, label=line.method.label)
             axes.plot(*points[-1], "o", color=color, markersize=4)
-        axes.axhline(target, color="black", linewidth=0.5)
+        axes.axhline(target, color=ink(), linewidth=0.5)
         axes.set_xlim(left=0.0)
         axes.set_title(RATES.get(rate, rate), fontsize=9)
         axes.set_xlabel("seconds of training", fontsize=9)

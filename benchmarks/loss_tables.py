@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import origin, percent, save_figure, table
+from benchmarks.markdown import ink, origin, percent, save_figure, table
 from sdp4bit_lab.compare.finished_run import FinishedRun
 from sdp4bit_lab.compare.outcomes import outcomes
 
@@ -156,7 +156,7 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
     found = [loss for loss in losses(result) if chosen is None or loss.strategy in chosen]
     figure = Figure(figsize=(4.4, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.plot([sum(FULL.values())], [0], "o", color="black")
+    axes.plot([sum(FULL.values())], [0], "o", color=ink())
     axes.annotate(
         BASELINE, (sum(FULL.values()), 0), (-4, 7), textcoords="offset points", ha="right", fontsize=8
     )
@@ -176,7 +176,7 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
             fontsize=8,
             weight="bold" if loss.strategy == "sdp4bit" else None,
         )
-    axes.axhline(0, color="black", linewidth=0.6)
+    axes.axhline(0, color=ink(), linewidth=0.6)
     axes.set_xscale("log")
     axes.set_xlim(0.25, 9)
     axes.set_xticks([0.5, 1, 2, 4, 6], ["0.5", "1", "2", "4", "6"])
@@ -197,7 +197,7 @@ def draw_losses(result: dict[str, Any], path: Path, *, digest: str) -> None:
 
 def _finish(axes: Any, of: str) -> None:
     """Label the axes of losses over something, and add the zero line, grid and legend."""
-    axes.axhline(0, color="black", linewidth=0.6)
+    axes.axhline(0, color=ink(), linewidth=0.6)
     axes.set_xlabel(of, fontsize=9)
     axes.set_ylabel("% of the validation loss", fontsize=9)
     axes.tick_params(labelsize=8)

@@ -39,6 +39,13 @@ def origin(result: dict[str, Any]) -> str:
     return f"{facts[0].upper()}{facts[1:]}\n\n{command}"
 
 
+def ink() -> str:
+    """Return the color of text and lines on the page that a figure is drawn for."""
+    from matplotlib import rcParams  # takes a second
+
+    return str(rcParams["text.color"])
+
+
 def save_figure(figure: Any, path: Path, *, digest: str) -> None:
     """Write a figure that stores the digest of its result."""
     path.parent.mkdir(parents=True, exist_ok=True)

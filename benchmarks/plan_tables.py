@@ -29,9 +29,12 @@ def span(gains: Sequence[float]) -> str:
 
 def planning_page(result: dict[str, Any]) -> str:
     """Return the page of the planner's tables, without memory and ratios."""
-    large = result["large_batch"]
+    large, accumulated = result["large_batch"], result["accumulated"]
     sections = [_gains(result, name) for name in GAINS]
-    sections.append(_gains(large, "over_hsdp", more=f", with {large['tokens']:,} tokens per GPU and step"))
+    batch = f", with {large['tokens']:,} tokens per GPU and step"
+    sections.append(_gains(large, "over_hsdp", more=f"{batch} in one micro-batch"))
+    sections.append(_gains(accumulated, "over_hsdp", more=f"{batch} in {accumulated['micro_batches']}"))
+    sections.append(_break_even(result["break_even"]))
     sections += [_links(result["links"]), _decisions(result["decisions"]), _boxes(result["boxes"])]
     return (
         f"{NOTICE}# Predicted gains\n\n**All tables are calculated, not measured**: "
@@ -52,6 +55,18 @@ def _gains(result: dict[str, Any], name: str, *, more: str = "") -> str:
     rows = [[model, str(nodes), *texts] for (model, nodes), texts in cells.items()]
     return f"## Over {GAINS[name]}{more}\n\nTimes faster, by the link rate of a node in Gbit/s.\n\n" + table(
         ["model", "nodes", *(f"{rate:g}" for rate in rates)], rows
+    )
+
+
+def _break_even(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [
+        [row["job"], f"{row['nodes']} x {row['gpus']}", *(f"{rate:.2g}" for rate in row["gbit_per_gpu"])]
+        for row in rows
+    ]
+    return (
+        "## Break-even\n\nLink rates in Gbit/s per GPU above which the better of FSDP2 and HSDP (or DDP), both "
+        "with bf16 gradients, is within 5 % of sdp4bit. Tokens are per GPU and step.\n\n"
+        + table(["model", "nodes x GPUs", "all hidden that fits", "nothing hidden"], cells)
     )
 
 

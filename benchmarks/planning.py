@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from sdp4bit.config import SDP4BitConfig
@@ -26,8 +28,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 GPUS, TFLOPS, SEQUENCES = 8, 400.0, 4
 """GPUs per node, TFLOP/s of each, and sequences of 2,048 tokens per GPU and step."""
-LARGE_BATCH = 4 * SEQUENCES
-"""Sequences per GPU and step of the second table of gains: more computation hides more communication."""
+MICRO_BATCHES = 4
+"""Times as many sequences per GPU and step in other tables of gains, in one micro-batch or in so many: more
+computation hides more communication, and HSDP gathers inside nodes."""
 GAIN_MODELS, GAIN_NODES, GAIN_GBITS = ("1.3B", "6.7B", "70B"), (2, 4, 8), (1, 10, 25, 100, 400, 800)
 BOX_MODELS: tuple[CardName, ...] = ("1.3B", "2.7B", "6.7B")
 BOX_LINKS: dict[str, dict[str, Any]] = {
@@ -38,6 +41,28 @@ BOX_LINKS: dict[str, dict[str, Any]] = {
 BOX_TFLOPS = 150.0
 REPORTED = {"parameters": 1.2e9, "one_gpu": 1.4, "fp32": 6.4, "reported_bf16": 3.6}
 """Seconds of a step with DDP on 1 and on 8 A40: https://github.com/GaTech-RL2/EgoVerse/pull/667."""
+BREAK_EVEN: dict[str, dict[str, Any]] = {
+    "161M, 4,096 tokens": {
+        **{"nodes": 2, "devices_per_node": 1},
+        "model": {"layers": 12, "hidden": 1024, "heads": 16, "vocabulary": 8192, "sequence_length": 1024},
+        "layout": {"micro_batch_size": 4, "reshard_after_forward": False},
+    },
+    "620M, 4,096 tokens": {
+        **{"nodes": 2, "devices_per_node": 1},
+        "model": {"layers": 12, "hidden": 2048, "heads": 16, "vocabulary": 8192, "sequence_length": 1024},
+        "layout": {"micro_batch_size": 4, "reshard_after_forward": False},
+    },
+    **{
+        f"{model}, {2048 * sequences:,} tokens": {
+            **{"nodes": 2, "devices_per_node": GPUS},
+            "model": MODELS[model],
+            "layout": {"micro_batch_size": sequences},
+        }
+        for model in ("1.3B", "6.7B")
+        for sequences in (SEQUENCES, MICRO_BATCHES * SEQUENCES)
+    },
+}
+"""Jobs whose break-even is calculated; tokens are per GPU and step. The first was measured."""
 LINK_MODELS, LINK_NODES, LINK_SEQUENCES = ("1.3B", "6.7B", "13B", "70B"), 4, (1, 4, 16)
 STANDARD_GBITS = (1, 2.5, 5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200)
 EFFICIENCY = 0.8
@@ -47,9 +72,20 @@ RATIO_GRIDS = ((2, 1), (2, 2), (2, 8), (8, 8), (64, 8))
 
 
 def plan_of(
-    model: str, *, nodes: int, gbit: float, sequences: int = SEQUENCES, strategy: Strategy = "sdp4bit"
+    model: str,
+    *,
+    nodes: int,
+    gbit: float,
+    sequences: int = SEQUENCES,
+    accumulation: int = 1,
+    strategy: Strategy = "sdp4bit",
 ) -> Plan:
-    """Return the plan of nodes of H100, whose links have this rate."""
+    """Return the plan of nodes of H100, whose links have this rate.
+
+    Args:
+        sequences: per GPU and micro-batch.
+        accumulation: micro-batches per step.
+    """
     config = PlanConfig(
         strategy=strategy,
         model=PlanModelConfig(**MODELS[model]),
@@ -60,22 +96,25 @@ def plan_of(
             device_tflops=TFLOPS,
             inter_bandwidth=gbit / 8,
         ),
-        layout=ParallelLayout(micro_batch_size=sequences),
+        layout=ParallelLayout(micro_batch_size=sequences, accumulation=accumulation),
     )
     return config.plan(config.cluster.resolve(model=config.model_name))
 
 
-def gains(sequences: int = SEQUENCES) -> list[dict[str, Any]]:
+def gains(*, sequences: int = SEQUENCES, accumulation: int = 1) -> list[dict[str, Any]]:
     """Return the gains over three baselines by model, nodes and link.
 
     Args:
-        sequences: per GPU and step.
+        sequences: per GPU and micro-batch.
+        accumulation: micro-batches per step.
     """
     rows = []
     for model in GAIN_MODELS:
         for nodes in GAIN_NODES:
             for gbit in GAIN_GBITS:
-                plan = plan_of(model, nodes=nodes, gbit=gbit, sequences=sequences)
+                plan = plan_of(
+                    model, nodes=nodes, gbit=gbit, sequences=sequences, accumulation=accumulation
+                )
                 rows.append(
                     {
                         **{"model": model, "nodes": nodes, "gbit": gbit},
@@ -148,6 +187,38 @@ def reported_box() -> dict[str, float]:
         "bf16": seconds(plan.hybrid.plain),
         "sdp4bit": seconds(plan.hybrid.quantized),
     }
+
+
+def break_even() -> list[dict[str, Any]]:
+    """Return the link rates, in Gbit/s per GPU, above which the best plain strategy is within 5 % of sdp4bit.
+
+    The first of two rates holds if all communication is hidden that fits, the second if none is.
+    """
+    rows = []
+    for name, job in BREAK_EVEN.items():
+        settings = dict(job)
+        nodes, per_node = settings.pop("nodes"), settings.pop("devices_per_node")
+        config = PlanConfig(
+            model=PlanModelConfig(**settings.pop("model")),
+            cluster=ClusterConfig(
+                device="h100", nodes=nodes, devices_per_node=per_node, inter_bandwidth=1.0, device_tflops=TFLOPS
+            ),
+            layout=ParallelLayout(**settings.pop("layout")),
+        )
+        cluster = config.cluster.resolve(model=config.model_name)
+        rates: list[float] = []
+        for end in (1, 0):
+            low, high = 0.1, 1600.0  # Gbit/s per GPU
+            while high / low > 1.01:
+                middle = math.sqrt(low * high)
+                plan = config.plan(replace(cluster, inter_bandwidth=middle * per_node * 1e9 / 8))
+                baselines = [plan.bf16_baseline, *([plan.hybrid.plain] if plan.hybrid else [])]
+                best = min(cost.step_seconds[end] for cost in baselines)
+                gains = best / plan.quantized.step_seconds[end] >= 1 + MIN_GAIN_TO_CONSIDER
+                low, high = (middle, high) if gains else (low, middle)
+            rates.append(low)
+        rows.append({"job": name, "nodes": nodes, "gpus": per_node, "gbit_per_gpu": rates})
+    return rows
 
 
 def links() -> list[dict[str, Any]]:
@@ -264,7 +335,12 @@ def everything() -> dict[str, Any]:
     return {
         "assumptions": assumptions,
         "rows": gains(),
-        "large_batch": {"tokens": 2048 * LARGE_BATCH, "rows": gains(LARGE_BATCH)},
+        "large_batch": {
+            "tokens": 2048 * SEQUENCES * MICRO_BATCHES,
+            "rows": gains(sequences=SEQUENCES * MICRO_BATCHES),
+        },
+        "accumulated": {"micro_batches": MICRO_BATCHES, "rows": gains(accumulation=MICRO_BATCHES)},
+        "break_even": break_even(),
         "boxes": {"tflops": BOX_TFLOPS, "rows": boxes()},
         "reported_box": REPORTED | reported_box(),
         "links": {"nodes": LINK_NODES, "efficiency": EFFICIENCY, "rows": links()},

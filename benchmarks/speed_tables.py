@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import cluster_report
 from benchmarks.kernels import PRICE
-from benchmarks.markdown import origin, save_figure, table
+from benchmarks.markdown import ink, origin, save_figure, table
 
 RATES = {
     **{"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"},
@@ -201,7 +201,7 @@ def _draw_rate(
             number,
             text,
             **{"va": "center", "ha": "right" if inside else "left", "fontsize": 9},
-            color="white" if inside and number != 1 else "black",
+            color="white" if inside and number != 1 else ("black" if inside else ink()),
             weight="bold" if name == "sdp4bit" else None,
         )
     axes.set_title(RATES[rate], fontsize=9, loc="left", pad=2)

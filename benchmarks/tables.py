@@ -36,7 +36,9 @@ from benchmarks.loss_tables import (
     size_table,
 )
 from benchmarks.markdown import NOTICE, origin, percent, table
+from benchmarks.plan_constants import constants_text
 from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table, span
+from benchmarks.planned_jobs import jobs_page, reported_section
 from benchmarks.speed_tables import (
     cluster_results,
     cluster_section,
@@ -55,6 +57,9 @@ FRONTIER = {
     "frontier-seconds": frontier_seconds,
     "frontier-conditions": frontier_conditions,
 }
+_LIGHT = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
+DARK = {"savefig.transparent": True, **dict.fromkeys(_LIGHT, "#c9d1d9")}
+"""Style of figures for dark pages, on which only text and lines differ."""
 FEWEST_DRAWN = 5
 """Strategies in the figure of losses, not counting the baseline."""
 STUDIES = ("finetuning", "size_law", "two_roundings", "vnmse")
@@ -202,7 +207,7 @@ class Results:
         return found
 
     def pages(self) -> dict[str, str]:
-        """Return the generated pages by path."""
+        """Return the generated pages and the planner's constants by path."""
         bytes_text = (
             "Bytes are per parameter and step between nodes: an fp32 gradient (4) and a bf16 weight that is "
             "gathered once (2), or their quantized forms with scales. FSDP2's default gathers weights twice, "
@@ -227,6 +232,8 @@ class Results:
                 f"{NOTICE}# Step times over NCCL\n\n{nccl_page(self.root / 'results' / 'gpu')}"
             ),
             "docs/results/planning.md": planning_page(self._read("planning.json")),
+            "docs/results/planned.md": f"{jobs_page(self.root)}{reported_section(self.root)}",
+            "sdp4bit_lab/plan/measured.json": constants_text(self.root),
             "docs/results/studies.md": studies_page(self.root / "experiments"),
         }
         return {path: f"{text.rstrip()}\n" for path, text in pages.items()}
@@ -238,9 +245,12 @@ class Results:
             return self._loss(detail or "sdp4bit")
         if kind == "nodes":
             return self._loss_of_nodes(detail)
-        if kind in ("gain", "hsdp"):
-            gains = self._gains(int(detail), over="over_bf16" if kind == "gain" else "over_hsdp")
-            return f"{min(gains):.1f} to {max(gains):.1f}"
+        if kind == "plan":
+            column, gbit = detail.split("-")
+            return span(self._gains(int(gbit), column=column))
+        if kind == "even":
+            rates = [rate for row in self._read("planning.json")["break_even"][2:] for rate in row["gbit_per_gpu"]]
+            return f"{min(rates):.0f} to {max(rates):.0f}"
         if kind == "link":
             rows = self._read("planning.json")["boxes"]["rows"]
             gains = [
@@ -258,6 +268,12 @@ class Results:
             return peak_table(self._read("memory.json"))
         if name == "ratios":
             return ratio_table(self._read("planning.json"))
+        if name == "other-day":
+            rows = self._read("muon_steps.json")["rows"]
+            (row,) = (each for each in rows if (each["strategy"], each["rate"]) == ("sdp4bit", "1gbit"))
+            return f"{row['seconds_per_step']:.2f}"
+        if kind == "ncclslower":
+            return self._gain_over_nccl(int(detail), layout="2x1", over="sdp4bit", of="fsdp2-bf16")
         if kind == "nccl":
             return self._gain_over_nccl(int(detail), layout="2x1", over="fsdp2-bf16", of="sdp4bit")
         if kind == "ncclhsdp":
@@ -274,7 +290,8 @@ class Results:
         raise ValueError(
             f"<!-- result {name} --> names no result: use launches, memory, peaks, ratios, sizes, "
             "predicted-sizes, frontier-losses, frontier-seconds, frontier-conditions, link-NAME, box-NAME, "
-            "loss-STRATEGY, nodes-COUNT, gain-GBIT, hsdp-GBIT, nccl-GBIT, ncclhsdp-GBIT, host-plain, "
+            "loss-STRATEGY, nodes-COUNT, plan-{fsdp2,hsdp,batch,large}-GBIT, "
+            "even-large, nccl-GBIT, ncclslower-GBIT, ncclhsdp-GBIT, other-day, host-plain, "
             "host-before or host-now"
         )
 
@@ -287,9 +304,13 @@ class Results:
         return f"{statistics.median(row['added'] for row in rows if row['commit'] == commit) / 1000:.1f}"
 
     def _gain_over_nccl(self, gbit: int, *, layout: str, over: str, of: str) -> str:
-        wanted = {"rate": f"{gbit}gbit", "reference": over, "strategy": of}
-        (ratio,) = (each for each in self.nccl[layout]["ratios"] if wanted.items() <= each.items())
-        return f"{ratio['ratio']:.1f}"
+        """Return how many times faster a strategy is, from the ratio of either one over the other."""
+        for reference, strategy, power in ((over, of, 1), (of, over, -1)):
+            wanted = {"rate": f"{gbit}gbit", "reference": reference, "strategy": strategy}
+            for ratio in self.nccl[layout]["ratios"]:
+                if wanted.items() <= ratio.items():
+                    return f"{ratio['ratio'] ** power:.1f}"
+        raise ValueError(f"no ratio of {of} over {over} at {gbit} Gbit/s")
 
     def _loss_of_nodes(self, count: str) -> str:
         (layout,) = (each for each in self.nodes["layouts"] if each["nodes"] == int(count))
@@ -303,10 +324,19 @@ class Results:
             raise ValueError(f"no accuracy result has three seeds of {strategy}")
         return f"{percent(loss.percent, digits=2)} ({loss.interval_text(digits=2)})"
 
-    def _gains(self, gbit: int, *, over: str) -> list[float]:
-        rows = self._read("planning.json")["rows"]
-        rows = (row for row in rows if row["gbit"] == gbit and row["fits"])
-        return [gain for row in rows for gain in row[over] or ()]
+    def _gains(self, gbit: int, *, column: str) -> tuple[float, float]:
+        """Return the least and the largest gain of a column of the README's table."""
+        planned = self._read("planning.json")
+        over = "over_bf16" if column == "fsdp2" else "over_hsdp"
+        tables = [planned["large_batch"], planned["accumulated"]] if column == "batch" else [planned]
+        gains = [
+            gain
+            for each in tables
+            for row in each["rows"]
+            if row["gbit"] == gbit and row["fits"] and (row["model"] == "70B") == (column == "large")
+            for gain in row[over] or ()
+        ]
+        return min(gains), max(gains)
 
     def documents(self) -> Iterator[tuple[Path, str]]:
         """Yield path and content of every generated page and of every page with a marker."""
@@ -322,7 +352,7 @@ class Results:
                 yield path, filled
 
     def figures(self) -> dict[Path, tuple[Callable[..., None], dict[str, Any]]]:
-        """Return the drawing function and the result of every figure."""
+        """Return the drawing function and the result of every figure; each has a variant for dark pages."""
         images = self.root / "docs" / "images"
         return {
             images / "loss-over-bytes.png": (draw_losses, self.widest),
@@ -334,6 +364,11 @@ class Results:
                 {"cpu": self.clusters[0], "gpu": self.nccl["2x1"]},
             ),
         }
+
+
+def dark_variant(path: Path) -> Path:
+    """Return the file of a figure for dark pages."""
+    return path.with_name(f"{path.stem}-dark{path.suffix}")
 
 
 def digest_of(result: dict[str, Any]) -> str:
@@ -353,10 +388,14 @@ def main(root: Path = ROOT) -> int:
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             write_atomically(path, text)
             print(path.relative_to(root))
-    for path, (draw, result) in results.figures().items():
-        if not is_current(path, result):
-            draw(result, path, digest=digest_of(result))
-            print(path.relative_to(root))
+    for light, (draw, result) in results.figures().items():
+        for path, style in ((light, {}), (dark_variant(light), DARK)):
+            if not is_current(path, result):
+                from matplotlib import rc_context  # takes a second
+
+                with rc_context(style):
+                    draw(result, path, digest=digest_of(result))
+                print(path.relative_to(root))
     return 0
 
 

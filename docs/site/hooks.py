@@ -17,6 +17,9 @@ DOCS = ROOT / "docs"
 INCLUDE = re.compile(r"^<!-- include (\S+) -->$", re.MULTILINE)
 """A line of a page that represents a file of the repository."""
 LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+PICTURE = re.compile(r'<picture>\n<source .*>\n<img src="([^"]+)" alt="([^"]+)">\n</picture>')
+"""An image with a variant for dark pages, in the form that GitHub shows."""
+IMAGE = re.compile(r"!\[([^\]]+)\]\(([^)#\s]+)\.png\)")
 FOR_GITHUB = re.compile(r"<!-- github only -->\n.*?<!-- site -->\n", re.DOTALL)
 """Lines for readers of the files, such as how to build this site."""
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -102,10 +105,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         text = (ROOT / found[1]).read_text(encoding="utf-8")
         if found[1].endswith(".ipynb"):
             return "\n\n".join(_cells(text))
+        text = PICTURE.sub(r"![\2](\1)", text)
         text = re.sub(r"^(?=#+ )", "#", text, flags=re.MULTILINE) if is_a_part else text
         return moved(text, posixpath.dirname(found[1]))
 
+    def of_both_schemes(found: re.Match[str]) -> str:
+        dark = f"{found[2]}-dark.png"
+        if not (ROOT / here / dark).exists():
+            return found[0]
+        return f"![{found[1]}]({found[2]}.png#only-light)\n![{found[1]}]({dark}#only-dark)"
+
     text = INCLUDE.sub(included, moved(FOR_GITHUB.sub("", markdown), here))
+    text = IMAGE.sub(of_both_schemes, text)
     if page.file.src_uri == "index.md":
         title, tagline, rest = text.split("\n\n", 2)
         buttons = [f"[{name}]({target}.md){{ .md-button }}" for name, target in BUTTONS]

@@ -67,7 +67,10 @@ class Option:
             return kind(text)
         except ValueError:
             expected = "an integer" if kind is int else "a number"
-            raise SettingError(f"{flag} {text}: {expected} is expected") from None
+            about = re.split(r"[.;](?= |$)", self.text, maxsplit=1)[0]
+            if "GB/s" in about and (gigabits := re.match(r"(\d+(?:\.\d+)?) ?G(bE|bit|bps|b)?\b", text)):
+                about += f"; {gigabits[1]} Gbit/s is {float(gigabits[1]) / 8:g}"
+            raise SettingError(f"{flag} {text}: {expected} is expected ({about})") from None
 
     def add_to(self, group: Any, *, is_short: bool) -> None:
         """Add the option to a group of argparse, with all of its text or with the first sentence."""

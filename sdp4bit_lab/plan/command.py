@@ -36,7 +36,9 @@ def run_plan(config: PlanConfig) -> int:
     if config.json:
         sys.stdout.write(json.dumps(plan_json(config, cluster, plan), indent=2, allow_nan=False) + "\n")
     else:
-        console().print(plan_text(config, cluster, plan))
+        recommendation, facts = plan_text(config, cluster, plan)
+        console().print(recommendation, style="bold")
+        console().print(f"\n{facts}")
     if config.plot is not None:
         from sdp4bit_lab.plan.chart import draw_gains  # imports matplotlib, which takes a second
 
@@ -102,8 +104,8 @@ def _cost_json(cost: StepCost) -> dict[str, Any]:
     }
 
 
-def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
-    """Return a plan as text of 80 columns."""
+def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> tuple[str, str]:
+    """Return the recommendation, and the facts that it follows from, as text of 80 columns."""
     layout = config.resolved_layout
     least, most = layout.overlaps
     shared = layout.tensor_parallel > 1 and cluster.inter_bandwidth_shared
@@ -123,12 +125,13 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
     example = (
         "no cluster is given (--device, --nodes, --probe or --cluster): this is the paper's, as an example"
     )
+    recommendation = [f"recommendation: {plan.recommendation}", *_advice(plan)]
     lines = [
         *([example] if config.cluster == ClusterConfig() else []),
         f"{config.model_name}: {config.parameters / 1e9:.3f} billion parameters, "
         f"{plan.parameters / 1e9:.3f} in a data-parallel group",
         f"{cluster.name}: {cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.devices_per_node} "
-        f"devices, {between * (cluster.nodes > 1)}{_rate(cluster.intra_bandwidth)} intra-node (per device), "
+        f"device{'s' * (cluster.devices_per_node > 1)}, {between * (cluster.nodes > 1)}{_rate(cluster.intra_bandwidth)} intra-node (per device), "
         f"{cluster.device_flops / 1e12:.4g} TFLOP/s per device",
         f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x "
         f"data {plan.grid.size * plan.replicas.size} ({placement}), micro batch "
@@ -138,17 +141,26 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> str:
         *_table(plan, strategy=config.strategy_name),
         "",
         *_notes(config, cluster, plan),
-        "",
-        f"recommendation: {plan.recommendation}",
     ]
     if plan.quantized.inter_bytes:
         if cluster.inter_bandwidth < SLOW_LINK:
-            lines.append(
+            recommendation.append(
                 "below 1 Gbit/s, consider local steps (DiLoCo): they send fewer bytes still, but change "
                 "training"
             )
         lines.append(f"other methods, by seconds and loss: {page('which-method')}")
-    return wrapped(lines)
+    return wrapped(recommendation), wrapped(lines)
+
+
+def _advice(plan: Plan) -> list[str]:
+    """Return what helps if the host is the limit."""
+    if not plan.quantized.is_limited_by_host:
+        return []
+    return [
+        f"the host is the limit: its launches take {_time(plan.quantized.host_seconds)}, longer than the link "
+        "and the devices need. More tokens per step help, and fewer, larger groups: "
+        "fully_shard([block1, block2, block3])"
+    ]
 
 
 def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
@@ -192,12 +204,13 @@ def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
         )
     if plan.quantized.agreement_seconds:
         assumed.append(f"{1e6 * cluster.latency.gloo_hop:.0f} us per hop of the agreement")
-    if plan.baseline.host_seconds:
-        assumed.append(
-            f"host {1e3 * cluster.host_seconds:.3g} ms per parameter group, and "
-            f"{1e3 * cluster.added_host_seconds:.3g} ms more with {config.strategy_name}"
-        )
+    host = cluster.host
     notes.append(f"assumed, not measured: {'; '.join(assumed)}")
+    if plan.quantized.host_seconds:
+        notes.append(
+            f"host: {1e3 * host.plain:.2g} ms per parameter group, {1e3 * host.added:.2g} ms more with both "
+            f"directions quantized ({host.source})"
+        )
     return notes + _memory_notes(plan)
 
 
@@ -243,8 +256,19 @@ def _table(plan: Plan, *, strategy: str) -> list[str]:
     def row(name: str, value: Callable[[StepCost], str]) -> tuple[str, ...]:
         return name, *(value(cost) for cost in costs)
 
+    blank = ("",) * (1 + len(costs))
     rows = [
-        ("per step; gradients:", "fp32", "bf16", *names, strategy),
+        ("gradients:", "fp32", "bf16", *names, strategy),
+        row("step, ms", lambda cost: _milliseconds(cost.step_seconds)),
+        row("  computation", lambda cost: _milliseconds(cost.compute_seconds)),
+        row("  communication", lambda cost: _milliseconds(cost.communication_seconds)),
+        row("    of it ring steps", lambda cost: _milliseconds(cost.ring_seconds)),
+        row("    of it messages to peers", lambda cost: _milliseconds(cost.all_to_all_seconds)),
+        row("    of it hidden", lambda cost: _milliseconds(cost.hidden_seconds)),
+        row("  quantization", lambda cost: _milliseconds(cost.quantization_seconds)),
+        row("  agreement", lambda cost: _milliseconds(cost.agreement_seconds)),
+        row("host launches, ms", lambda cost: _milliseconds(cost.host_seconds)),
+        blank,
         row(
             "between devices, each" if plan.is_split else "inter-node, per node",
             lambda cost: format_bytes(cost.inter_bytes_per_node),
@@ -254,15 +278,7 @@ def _table(plan: Plan, *, strategy: str) -> list[str]:
         ),
         row("intra-node, per rank", lambda cost: format_bytes(cost.intra_bytes)),
         row("collectives", lambda cost: f"{cost.collectives}"),
-        row("computation, ms", lambda cost: _milliseconds(cost.compute_seconds)),
-        row("communication, ms", lambda cost: _milliseconds(cost.communication_seconds)),
-        row("  ring steps", lambda cost: _milliseconds(cost.ring_seconds)),
-        row("  messages to peers", lambda cost: _milliseconds(cost.all_to_all_seconds)),
-        row("  hidden", lambda cost: _milliseconds(cost.hidden_seconds)),
-        row("quantization, ms", lambda cost: _milliseconds(cost.quantization_seconds)),
-        row("agreement, ms", lambda cost: _milliseconds(cost.agreement_seconds)),
-        row("host launches, ms", lambda cost: _milliseconds(cost.host_seconds)),
-        row("step, ms", lambda cost: _milliseconds(cost.step_seconds)),
+        blank,
         row("memory, no activations", lambda cost: format_bytes(cost.total_memory)),
     ]
     if plan.is_split:

@@ -22,6 +22,7 @@ from sdp4bit_lab.plan.devices import (
     DeviceName,
     LinkName,
 )
+from sdp4bit_lab.plan.host import HostName, HostTime, host_time
 from sdp4bit_lab.plan.latency import Latency
 from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups, with_adapters
@@ -29,9 +30,9 @@ from sdp4bit_lab.plan.step import Plan, plan_step
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 
-PROBE_FORMAT = "sdp4bit-probe-1"
+PROBE_FORMAT = "sdp4bit-probe-2"
 _LINKS = ("nodes", "devices_per_node", "inter_bandwidth", "intra_bandwidth")
-_PROBED = ("name", *_LINKS, "latency", "quantization_bandwidth")
+_PROBED = ("name", *_LINKS, "latency", "quantization_bandwidth", "host_seconds", "added_host_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +45,9 @@ class ClusterConfig:
     probe: Path | None = None
     """Measurements from `sdp4bit probe`, instead of --cluster."""
     device: DeviceName | None = None
-    """GPU model, with data-sheet speeds: quantization at 70 % of the memory bandwidth or the limit of its
-    arithmetic, links between GPUs at two thirds of their rate. With --cluster or --probe, it sets the speed
-    of quantization and the memory only."""
+    """GPU model, with data-sheet speeds: quantization at the share of the memory bandwidth that an H200
+    reached, or the limit of its arithmetic; links between GPUs at two thirds of their rate. With --cluster or
+    --probe, it sets the speed of quantization and the memory only."""
     link: LinkName | None = None
     """Link between the GPUs of a node, as an alternative to --intra-bandwidth. Default: the device's: NVLink,
     or PCIe 4 for a40 and l40s."""
@@ -68,12 +69,15 @@ class ClusterConfig:
     """Memory traffic of the quantization kernels in GB/s. Default: the cluster's or --device's."""
     device_memory: float | None = None
     """Memory of a GPU in GB. Default: the cluster's or --device's, or unknown."""
+    host: HostName | None = None
+    """Host that launches the work: measured (a virtual machine with an H100, scaled to this version), or
+    server (half of it, assumed for a bare server). Default: the probe's, or measured."""
     host_ms: float | None = None
-    """Milliseconds of the host per parameter group of plain FSDP2, forward and backward. Default: 3, assumed
-    for an eager model."""
+    """Milliseconds of the host per parameter group and micro-batch of plain FSDP2, the model and the
+    optimizer included. Default: the probe's, or --host's."""
     added_host_ms: float | None = None
-    """Milliseconds of the host that sdp4bit adds per parameter group and step. Default: 0.65, estimated from
-    calls on a simulated device."""
+    """Milliseconds of the host that sdp4bit adds per parameter group and step. Default: the probe's, or
+    --host's."""
 
     def __post_init__(self) -> None:
         require(
@@ -109,8 +113,6 @@ class ClusterConfig:
             "device_flops": (self.device_tflops, 1e12),
             "quantization_bandwidth": (self.quantization_bandwidth, 1e9),
             "device_memory": (self.device_memory, 1e9),
-            "host_seconds": (self.host_ms, 1e-3),
-            "added_host_seconds": (self.added_host_ms, 1e-3),
         }
         given: dict[str, Any]
         given = {name: value * scale for name, (value, scale) in scaled.items() if value is not None}
@@ -138,6 +140,7 @@ class ClusterConfig:
         if self.inter_bandwidth is not None:
             values["inter_bandwidth_shared"] = None
         values |= given
+        values["host"] = self._host(values.get("host"))
         if values.get("nodes") == 1 and (self.probe is not None or self.latency_us is not None):
             # The latency that was measured or given is that between the GPUs of the node.
             values["latency"] = replace(values["latency"], nvlink=values["latency"].message)
@@ -147,7 +150,7 @@ class ClusterConfig:
             ("devices_per_node", "--devices-per-node", True),
             (
                 "inter_bandwidth",
-                "--inter-bandwidth (GB/s per node; 100 Gbit/s are 12.5)",
+                "--inter-bandwidth (GB/s per node; 100 Gbit/s is 12.5)",
                 values.get("nodes") != 1,
             ),
             ("intra_bandwidth", "--intra-bandwidth (GB/s per GPU)", values.get("devices_per_node") != 1),
@@ -159,6 +162,16 @@ class ClusterConfig:
         source = f"--probe {self.probe}" if self.probe else f"--device {self.device}"
         require(not missing, f"{source} does not describe a whole cluster: give {', '.join(missing)}")
         return Cluster(**values)
+
+    def _host(self, probed: HostTime | None) -> HostTime:
+        host = host_time(self.host) if self.host is not None else probed or host_time("measured")
+        if self.host_ms is None and self.added_host_ms is None:
+            return host
+        plain, added = (
+            known if given is None else 1e-3 * given
+            for known, given in ((host.plain, self.host_ms), (host.added, self.added_host_ms))
+        )
+        return replace(host, plain=plain, added=added, source="given by --host-ms and --added-host-ms")
 
 
 def _read_probe(path: Path) -> dict[str, Any]:
@@ -179,7 +192,19 @@ def _read_probe(path: Path) -> dict[str, Any]:
         require(
             value is None or is_number, f"--probe {path}: {name} is {value!r}, not a number of at least 0"
         )
-    return {**{name: measured[name] for name in _PROBED}, "latency": Latency(message=measured["latency"])}
+    values = {name: measured[name] for name in _PROBED}
+    plain, added = values.pop("host_seconds"), values.pop("added_host_seconds")
+    host = None
+    if plain is not None:
+        # One rank quantizes nothing: the library's part is then as large as that of the measured host.
+        default = host_time("measured")
+        host = HostTime(
+            plain=plain,
+            added=plain * default.added / default.plain if added is None else added,
+            source=f"measured by {path}" + ", the added time in proportion" * (added is None),
+            computes=bool(measured.get("host_computes")),
+        )
+    return values | {"latency": Latency(message=measured["latency"]), "host": host}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,9 +300,12 @@ class ProbeConfig:
     """Timed all-to-alls per level, after two for warm-up. The median is used."""
     quantized_values: int = 4 * 1024**2
     """Number of values for timing the quantization kernels."""
+    host_rounds: int = 15
+    """Timed steps of a tiny model, each with plain FSDP2 and with sdp4bit, for the host's time. The median is
+    used."""
     parallel: RanksConfig = field(default_factory=RanksConfig)
 
     def __post_init__(self) -> None:
         require_positive(self, "megabytes")
-        require_at_least(1, self, "rounds")
+        require_at_least(1, self, "rounds", "host_rounds")
         require_at_least(4096, self, "quantized_values")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.traffic import Grid
-from sdp4bit_lab.plan.devices import ADDED_HOST_SECONDS, HOST_SECONDS, KernelLimits, Operator, Work
+from sdp4bit_lab.plan.devices import KernelLimits, Operator, Work
+from sdp4bit_lab.plan.host import HostTime, host_time
 from sdp4bit_lab.plan.latency import Latency
 from sdp4bit_lab.plan.layout import ParallelLayout, Range
 from sdp4bit_lab.plan.memory import communicator_bytes, memory_per_rank
@@ -40,10 +41,7 @@ class Cluster:
     """Arithmetic of the kernels, if memory does not bound all of them."""
     device_memory: float | None = None
     """Bytes of a device."""
-    host_seconds: float = HOST_SECONDS
-    """Of the model and plain FSDP2, per parameter group and micro batch."""
-    added_host_seconds: float = ADDED_HOST_SECONDS
-    """Of the library, per parameter group and step."""
+    host: HostTime = field(default_factory=lambda: host_time("measured"))
 
     def inter_bandwidth_per_rank(self, *, tensor_parallel: int) -> float:
         """Return a rank's share of its node's link when all ranks of the node send."""
@@ -96,6 +94,8 @@ class StepCost:
     """Hosts agree on changed weights at each forward, which is never hidden."""
     host_seconds: float
     """The host launches model and communication; a step takes at least this time."""
+    host_computes: bool
+    """Whether the host's time adds to the step's instead, because its cores are the devices."""
     memory: dict[str, int]
     """Bytes per rank by use, without activations."""
 
@@ -108,13 +108,25 @@ class StepCost:
         return sum(self.kernel_seconds.values())
 
     @property
-    def step_seconds(self) -> Range:
+    def launched_seconds(self) -> Range:
+        """Time of everything but the host, with the least and the most overlap."""
         launched = self.compute_seconds + self.communication_seconds + self.quantization_seconds
+        least, most = (launched - hidden for hidden in self.hidden_seconds)
+        return least, most
+
+    @property
+    def step_seconds(self) -> Range:
+        together = sum if self.host_computes else max
         least, most = (
-            max(launched - hidden, self.host_seconds) + self.agreement_seconds
-            for hidden in self.hidden_seconds
+            together((launched, self.host_seconds)) + self.agreement_seconds
+            for launched in self.launched_seconds
         )
         return least, most
+
+    @property
+    def is_limited_by_host(self) -> bool:
+        """Whether the host takes longer than everything that it launches, with some overlap."""
+        return not self.host_computes and self.host_seconds > min(self.launched_seconds)
 
     @property
     def total_memory(self) -> int:
@@ -155,7 +167,6 @@ class Costs:
         exchanges = [exchange for group in traffic for exchange in group.exchanges]
         calls = [call for exchange in exchanges for call in exchange.calls]
         is_flat = any(group.is_flat for group in self.groups)
-        is_plain = config.weights is None and config.gradients is None
 
         # 1. Computation, and the communication that it hides.
         parts = layout.tensor_parallel * layout.pipeline_parallel
@@ -190,13 +201,16 @@ class Costs:
             kernels[work.operator] = kernels.get(work.operator, 0.0) + cluster.kernel_seconds(work)
 
         # 3. The host. A flat buffer has no groups whose launches are known, and no agreement.
-        blocks = sum(any(len(shape) > 1 for shape in group.shapes) for group in self.groups)
-        host = 0.0 if is_flat else cluster.host_seconds * blocks * layout.accumulation
+        quantized = sum(part is not None for part in (config.weights, config.gradients))
+        host = cluster.host.seconds(
+            groups=0 if is_flat else sum(any(len(shape) > 1 for shape in each.shapes) for each in self.groups),
+            accumulation=layout.accumulation,
+            added_groups=len(self.groups),
+            quantized=quantized,
+        )
         agreement = 0.0
-        if not is_plain:
-            host += cluster.added_host_seconds * len(self.groups)
-            if not is_flat:
-                agreement = layout.accumulation * cluster.latency.agreement(ranks=grid.size)
+        if quantized and not is_flat:
+            agreement = layout.accumulation * cluster.latency.agreement(ranks=grid.size)
 
         memory = memory_per_rank(traffic, grid=grid, accumulation=layout.accumulation, row_bytes=row_bytes)
         memory["communicators"] = communicator_bytes(traffic, grid=grid, replicas=replicas)
@@ -216,6 +230,7 @@ class Costs:
             kernel_seconds=kernels,
             agreement_seconds=agreement,
             host_seconds=host,
+            host_computes=cluster.host.computes,
             memory=memory,
         )
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sdp4bit_lab.plan.host import measured
+
 DeviceName = Literal["a40", "l40s", "a100", "h100", "h200", "b200"]
 LinkName = Literal["pcie3", "pcie4", "pcie5", "nvlink"]
 Operator = Literal["quantize to 8 bits", "quantize to 4 bits", "reduce and requantize", "reduce", "weights"]
 """Fused operators; "weights" are the two that send and add a difference."""
 
-MEMORY_SHARE = 0.7
-"""Fraction of the memory bandwidth that the operators reach if arithmetic does not limit them. On an H200
-those of gradients reach 0.61 to 0.89 of a copy, typically 0.8, and those of weights 0.94 or more; the copy
-reaches 0.86. Assumed for other GPUs."""
+MEMORY_SHARE: float = measured()["kernels"]["memory_share"]
+"""Fraction of the data sheet's memory bandwidth that the operators reach on an H200 if arithmetic does not
+limit them. Assumed for other GPUs."""
 LINK_SHARE = 2 / 3
 """Assumed fraction of the rate of NVLink, or of a PCIe slot with its own path, that all-to-alls reach."""
 PCIE_BANDWIDTH: dict[LinkName, float] = {"pcie3": 15.75e9, "pcie4": 31.5e9, "pcie5": 63e9}
 """Bytes per second and direction of 16 lanes."""
-HOST_SECONDS = 3e-3
-"""Assumed time of the host per parameter group, forward and backward: the model and plain FSDP2, eager."""
-ADDED_HOST_SECONDS = 0.65e-3
-"""Time of the host that the library adds per parameter group and step. Estimated from the hooks' CPU time on
-a simulated device (1.4 ms on a slow core), scaled to a server, plus 3.5 us per launch and 15 us per NCCL
-call."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Measure a cluster's bandwidths, latency and quantization speed for the planner."""
+"""Measure a cluster's bandwidths, latency, quantization speed and hosts for the planner."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from sdp4bit_lab.common.progress import end_progress, phase
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.config import PROBE_FORMAT, ProbeConfig
+from sdp4bit_lab.plan.host_probe import measure_host
 from sdp4bit_lab.plan.traffic import gradient_exchange
 
 WARM_UPS = 2
@@ -80,7 +81,7 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     """Return the measurements, identical on every rank.
 
     All nodes exchange internally at the same time, then all ranks exchange between nodes, then all ranks
-    quantize.
+    quantize, and at last train a tiny model.
 
     Raises:
         SettingError: on all ranks: ranks that do not fill the nodes.
@@ -97,6 +98,9 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
     quantize, moved = _quantization(config.quantized_values, ranks=max(2, len(hosts)), device=device)
     phase("timing the quantization")
     quantization_seconds = _seconds(quantize, rounds=rounds, device=device)
+    phase("timing the host: steps of a tiny model with plain FSDP2 and with sdp4bit")
+    per_node = 1 if topology.nodes == 1 else topology.ranks_per_node
+    host = measure_host(ranks, ranks_per_node=per_node, rounds=config.host_rounds)
     end_progress()
     return {
         "format": PROBE_FORMAT,
@@ -107,6 +111,9 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         "intra_bandwidth": intra and intra.bandwidth,
         "latency": max((link.latency for link in (intra, inter) if link), default=0.0),
         "quantization_bandwidth": moved / statistics.median(quantization_seconds),
+        "host_seconds": host.plain,
+        "added_host_seconds": host.added,
+        "host_computes": device.type == "cpu",
         "measured": {
             "torch": torch.__version__,
             "backend": dist.get_backend(),
@@ -120,6 +127,7 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
             "quantization_slowest": max(quantization_seconds),
             "quantization_bytes": moved,
             "quantized_values": config.quantized_values,
+            "host_rounds": config.host_rounds,
         },
     }
 
@@ -230,6 +238,11 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
     lines.append(
         f"quantization ({measured['kernels']}): {format_bytes(result['quantization_bandwidth'])}/s read and "
         f"written per rank ({slowest}/s to {fastest}/s)"
+    )
+    added = result["added_host_seconds"]
+    lines.append(
+        f"host: {1e3 * result['host_seconds']:.2f} ms per parameter group with plain FSDP2, "
+        + ("sdp4bit not measured (one rank)" if added is None else f"{1e3 * added:.2f} ms more with sdp4bit")
     )
     if len(links) == 2 and links["intra"].bandwidth < links["inter"].bandwidth:
         lines.append(

@@ -25,10 +25,11 @@ def test_generated_pages_and_figures_are_those_of_the_results() -> None:
         assert path.read_text(encoding="utf-8") == text, (
             f"{path.relative_to(ROOT)}: run python -m benchmarks.tables"
         )
-    for path, (_, result) in RESULTS.figures().items():
-        assert tables.is_current(path, result), (
-            f"{path.name} is not of these results: delete it and run the same"
-        )
+    for light, (_, result) in RESULTS.figures().items():
+        for path in (light, tables.dark_variant(light)):
+            assert tables.is_current(path, result), (
+                f"{path.name} is not of these results: delete it and run the same"
+            )
 
 
 def test_no_comment_begins_a_line_of_a_paragraph() -> None:

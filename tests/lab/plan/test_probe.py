@@ -18,6 +18,7 @@ from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.settings import RunError
 from sdp4bit_lab.plan.config import ProbeConfig
+from sdp4bit_lab.plan.host_probe import measure_host
 from sdp4bit_lab.plan.probe import WARM_UPS, Link, describe, probe
 from sdp4bit_lab.plan.traffic import gradient_exchange
 from tests.lab.pretrain.tiny_runs import command_line, this_rank
@@ -25,21 +26,32 @@ from tests.ranks import run_ranks
 
 
 def small(out: Path, *, ranks_per_node: int, **changes: Any) -> ProbeConfig:
-    values: dict[str, Any] = {"megabytes": 0.05, "rounds": 3, "quantized_values": 2**15, **changes}
+    values: dict[str, Any] = {
+        **{"megabytes": 0.05, "rounds": 3, "quantized_values": 2**15, "host_rounds": 2},
+        **changes,
+    }
     return ProbeConfig(out=out, parallel=RanksConfig(ranks_per_node=ranks_per_node), **values)
 
 
 def run_probe(config: ProbeConfig) -> tuple[dict[str, Any], int]:
-    """Return the result and the bytes that this rank handed to sends."""
-    sent, original = 0, dist.isend
+    """Return the result and the bytes that this rank handed to sends before the steps that time the host."""
+    sent, before, original = 0, 0, dist.isend
 
     def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal sent
         sent += tensor.nbytes
         return original(tensor, *args, **kwargs)
 
-    with patch.object(transport.dist, "isend", counting):
-        return probe(config, ranks=this_rank()), sent
+    def timing_the_host(*args: Any, **kwargs: Any) -> Any:
+        nonlocal before
+        before = sent
+        return measure_host(*args, **kwargs)
+
+    with (
+        patch.object(transport.dist, "isend", counting),
+        patch("sdp4bit_lab.plan.probe.measure_host", timing_the_host),
+    ):
+        return probe(config, ranks=this_rank()), before
 
 
 @pytest.mark.gloo
@@ -58,6 +70,8 @@ def test_timed_exchanges_send_the_counted_bytes(tmp_path: Path) -> None:
         ranks = 1 if level == "intra" else 2
         assert result[f"{level}_bandwidth"] == link.bandwidth * ranks
     assert [sent for _, sent in results] == [exchanges * 2 * (50000 + 16)] * 4
+    assert 0 < result["host_seconds"] < 1 and 0 <= result["added_host_seconds"] < 1
+    assert result["host_computes"] is True
     # The operators are timed on one hop over all ranks.
     grid = Grid(nodes=1, ranks_per_node=4)
     measured = result["measured"]
@@ -98,8 +112,10 @@ def test_latency_is_not_taken_for_bandwidth() -> None:
     assert link(3.0, latency=1.0).spread == (200, 500)
 
 
-@pytest.mark.parametrize("intra_seconds", [1e-6, 1e-4])
-def test_the_spread_is_shown_and_a_node_that_is_slower_inside_is_pointed_out(intra_seconds: float) -> None:
+@pytest.mark.parametrize(("intra_seconds", "added"), [(1e-6, 2e-3), (1e-4, None)])
+def test_the_spread_is_shown_and_a_node_that_is_slower_inside_is_pointed_out(
+    intra_seconds: float, added: float | None
+) -> None:
     measured = {
         "intra": vars(link(intra_seconds)),
         "inter": vars(link(1e-5)),
@@ -107,10 +123,13 @@ def test_the_spread_is_shown_and_a_node_that_is_slower_inside_is_pointed_out(int
         **{"quantization_bytes": 1e9, "rounds": 5, "kernels": "x", "hosts": 2},
     }
     ends = {"name": "somewhere", "nodes": 2, "devices_per_node": 4, "quantization_bandwidth": 1e9}
+    ends |= {"host_seconds": 4e-3, "added_host_seconds": added}
     text = " ".join(describe({**ends, "measured": measured}, out=Path("probe.json")).split())
     assert "inter-node, per node: 400 MB/s per direction (200 MB/s to 400 MB/s in 5 rounds)" in text
     warning = "WARNING: a rank is slower inside its node (10 MB/s) than between nodes (100 MB/s)"
     assert (warning in text) == (intra_seconds > 1e-5)
+    more = "sdp4bit not measured (one rank)" if added is None else "2.00 ms more with sdp4bit"
+    assert f"host: 4.00 ms per parameter group with plain FSDP2, {more}" in text
 
 
 @pytest.mark.gloo
@@ -120,6 +139,7 @@ def test_the_command_starts_ranks_and_the_planner_reads_its_file(
 ) -> None:
     path = tmp_path / "probe.json"
     options = ["--megabytes", "0.1", "--rounds", "1", "--quantized-values", "4096", "--out", str(path)]
+    options += ["--host-rounds", "1"]
     done = command_line("probe", "--nproc-per-node", "2", "--ranks-per-node", "1", *options, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "2 nodes with 1 rank each" in done.stdout

@@ -11,6 +11,7 @@ from sdp4bit import GradientConfig, SDP4BitConfig
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.plan.clusters import paper_cluster
 from sdp4bit_lab.plan.costs import Cluster, transfer_seconds
+from sdp4bit_lab.plan.host import HostTime
 from sdp4bit_lab.plan.latency import Latency
 from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import PlanModelConfig, flat_buffer, gpt_groups
@@ -28,8 +29,7 @@ CLUSTER = Cluster(
     intra_bandwidth=50e9,
     device_flops=1e14,
     latency=NO_LATENCY,
-    host_seconds=0.0,
-    added_host_seconds=0.0,
+    host=HostTime(plain=0.0, added=0.0, source="none"),
 )
 
 
