@@ -8,6 +8,17 @@ from pathlib import Path
 from typing import Any
 
 NOTICE = "<!-- Written by `python -m benchmarks.tables`. -->\n\n"
+RATES = {
+    **{"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"},
+    **{"10gbit": "10 Gbit/s", "25gbit": "25 Gbit/s", "40gbit": "40 Gbit/s", "unshaped": "unlimited"},
+}
+"""Link rates as readers write them, by the names of `benchmarks.cluster`."""
+
+
+def span(values: Sequence[float], *, digits: int = 1) -> str:
+    """Format a range, or one number if its ends look the same."""
+    least, most = (f"{value:,.{digits}f}" for value in sorted(values))
+    return least if least == most else f"{least} to {most}"
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:

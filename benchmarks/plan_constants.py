@@ -22,8 +22,8 @@ _MEMORY_BOUND = {
     "hadamard_quantize": None,
     "dequantize_reduce_hadamard, dithered": 4,
 }
-"""Operators of the default settings that memory bounds, and their bits. The fifth, which requantizes, is bound
-by its arithmetic."""
+"""Operators of the default settings that memory bounds, and their bits. Arithmetic bounds the fifth, which
+requantizes."""
 
 
 def _read(root: Path, name: str) -> Any:
@@ -73,7 +73,7 @@ def kernel_constants(root: Path) -> dict[str, Any]:
 
 
 def kernel_rate_of_cpus(root: Path) -> float:
-    """Return the bytes per second that the default's operators read and write on the emulated cluster's CPUs."""
+    """Return the bytes per second that the default's operators move on the emulated cluster's CPUs."""
     rows = _read(root, CPU_KERNELS)["rows"]
     of = {(row["op"], row["bits"]): row for row in rows}
     copy = of["copy", None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.markdown import NOTICE, origin, table
+from benchmarks.markdown import NOTICE, origin, span, table
 
 GAINS = {
     "over_fp32": "FSDP2's default, fp32 gradients",
@@ -19,12 +19,6 @@ SEEN_IN = {
     (2, 2): "trainers with `bf16=True` (2 x 1)",
 }
 """Places that print a ratio, by the gathers of a step and the bytes of a gradient."""
-
-
-def span(gains: Sequence[float]) -> str:
-    """Format a range with one digit, or one number if its ends look the same."""
-    least, most = (f"{gain:.1f}" for gain in sorted(gains))
-    return least if least == most else f"{least} to {most}"
 
 
 def planning_page(result: dict[str, Any]) -> str:
@@ -64,8 +58,8 @@ def _break_even(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     return (
-        "## Break-even\n\nLink rates in Gbit/s per GPU above which the better of FSDP2 and HSDP (or DDP), both "
-        "with bf16 gradients, is within 5 % of sdp4bit. Tokens are per GPU and step.\n\n"
+        "## Break-even\n\nLink rates in Gbit/s per GPU above which the better of FSDP2 and HSDP (or DDP), "
+        "both with bf16 gradients, is within 5 % of sdp4bit. Tokens are per GPU and step.\n\n"
         + table(["model", "nodes x GPUs", "all hidden that fits", "nothing hidden"], cells)
     )
 

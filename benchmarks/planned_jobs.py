@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.markdown import NOTICE, table
+from benchmarks.markdown import NOTICE, RATES, span, table
 from benchmarks.plan_constants import HOST_TIME, host_constants, kernel_rate_of_cpus
 from sdp4bit_lab.common.strategies import STRATEGIES, Strategy
 from sdp4bit_lab.plan.config import ClusterConfig, PlanConfig
@@ -29,8 +29,7 @@ TOLERANCE = 0.25
 """Largest distance of the planned seconds from the measured ones, relative to the latter."""
 SAME_BYTES = 0.05
 """Rows whose planned bytes differ by more were measured with another algorithm than the planned one."""
-LINK = {"100mbit": 1e8, "250mbit": 2.5e8, "1gbit": 1e9, "1000mbit": 1e9, "10gbit": 1e10, "25gbit": 2.5e10}
-LINK |= {"40gbit": 4e10, "100gbit": 1e11}
+LINK = {"100mbit": 1e8, "250mbit": 2.5e8, "1gbit": 1e9, "10gbit": 1e10, "25gbit": 2.5e10, "40gbit": 4e10}
 """Bits per second by the names of `benchmarks.cluster`; "unshaped" takes the rate of the sockets."""
 SOCKETS = {2: "results/gpu/h100/nccl-first/smoke-lo.log", 4: "results/gpu/h100/nccl-collectives.json"}
 """All-gathers of 8 MB per rank over NCCL's sockets, by the number of ranks on one GPU."""
@@ -42,8 +41,8 @@ _DEFAULT |= {"micro_batch": 1, "micro_batches": 1}
 BASELINES = {"fsdp2": "fp32", "fair": "fp32", "fsdp2-bf16": "bf16", "fair-bf16": "bf16"}
 BASELINES |= {"ddp-bf16": "replicas", "hsdp-bf16": "replicas"}
 """Kinds of plain communication by strategy. Over gloo, stock FSDP2 sends twice the bytes, and this library's
-exchange without quantizers (`fair`) is planned instead. Over NCCL it is the other way round, because `fair` has
-the host's time of this library."""
+exchange without quantizers (`fair`) is planned instead. Over NCCL it is the other way round, because `fair`
+has the host's time of this library."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,7 @@ def unlimited(root: Path, *, ranks: int) -> float:
     else:
         (found,) = (each["findings"] for each in json.loads(text)["checks"] if each["name"] == "collectives")
         seconds = found["seconds"]["8388608"]["all-gather"]
-    # Each rank sends what it has gathered from the others on.
+    # Each rank sends the rows of all others on.
     return 8388608 * (ranks - 1) / float(seconds)
 
 
@@ -130,7 +129,7 @@ def jobs(root: Path, *, host: HostTime | None = None) -> list[Job]:
 
 
 def _machine_of(result: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what the time of the arithmetic depends on; on CPUs the run, because machines differ."""
+    """Return the facts that decide the time of the arithmetic; on CPUs the run, because machines differ."""
     machine = result["machine"]
     gpu, run = machine.get("gpu"), machine["date"]
     layout = result["nodes"], result["ranks_per_node"]
@@ -235,7 +234,7 @@ def _kernels_of_gpu() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the plan of sdp4bit advised for a job, and the gain that was measured."""
+    """The advice of a plan of sdp4bit for a job, and the gain that was measured."""
 
     job: Job
     reference: Job
@@ -289,9 +288,9 @@ def jobs_page(root: Path) -> str:
     rows = [
         [
             _where(each.job),
-            each.job.rate,
+            RATES[each.job.rate],
             f"`{each.reference.strategy}`",
-            "{:.2f} to {:.2f}".format(*each.planned),
+            span(each.planned, digits=2),
             f"{each.measured:.2f}",
             f"{each.reference.median / each.job.median:.2f}",
             each.advice + ("" if each.is_right else ", **wrong**"),
@@ -309,7 +308,17 @@ def jobs_page(root: Path) -> str:
         of = [job for job in found if job.source == source]
         text += f"\n## {_where(of[0])}\n\n`{source}`, {of[0].parameters / 1e6:.1f} million parameters.\n\n"
         text += table(
-            ["strategy", "link", "planned, ms", "fastest", "median", "rounds", "error", "MB planned", "MB sent"],
+            [
+                "strategy",
+                "link",
+                "planned, ms",
+                "fastest",
+                "median",
+                "rounds",
+                "error",
+                "MB planned",
+                "MB sent",
+            ],
             [_row(job) for job in of],
         )
     return text
@@ -321,12 +330,11 @@ def _where(job: Job) -> str:
 
 
 def _row(job: Job) -> list[str]:
-    planned = list(dict.fromkeys(f"{1e3 * each:,.0f}" for each in job.planned))
-    error = f"{100 * job.error:+.0f} %" if job.error else "0"
+    error = f"{100 * job.error:+.0f} %" if abs(job.error) >= 0.005 else "0"
     return [
         f"`{job.strategy}`",
-        job.rate,
-        " to ".join(planned),
+        RATES[job.rate],
+        span([1e3 * each for each in job.planned], digits=0),
         f"{1e3 * job.fastest:,.0f}",
         f"{1e3 * job.median:,.0f}",
         str(job.rounds),
@@ -424,8 +432,8 @@ def reported_section(root: Path) -> str:
             each.row["engine"],
             f"{each.gigabits:.3g}{' (fitted)' * each.is_fitted}",
             f"{each.row['seconds']:g}",
-            _span(each.plain),
-            _span(each.quantized),
+            span(each.plain),
+            span(each.quantized),
             each.advice,
         ]
         for each in found
@@ -434,12 +442,6 @@ def reported_section(root: Path) -> str:
     return (
         "\n## Steps that others reported\n\nNone of them used sdp4bit. The rate of the last one is fitted to "
         "the same step, so its planned seconds are no test of the planner.\n\n"
-        + table(
-            ["job", "engine", "Gbit/s", "reported, s", "planned, s", "with sdp4bit, s", "advice"], rows
-        )
+        + table(["job", "engine", "Gbit/s", "reported, s", "planned, s", "with sdp4bit, s", "advice"], rows)
         + f"\n{settings}\n"
     )
-
-
-def _span(seconds: Range) -> str:
-    return " to ".join(dict.fromkeys(f"{each:.1f}" for each in seconds))

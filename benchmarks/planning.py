@@ -112,9 +112,7 @@ def gains(*, sequences: int = SEQUENCES, accumulation: int = 1) -> list[dict[str
     for model in GAIN_MODELS:
         for nodes in GAIN_NODES:
             for gbit in GAIN_GBITS:
-                plan = plan_of(
-                    model, nodes=nodes, gbit=gbit, sequences=sequences, accumulation=accumulation
-                )
+                plan = plan_of(model, nodes=nodes, gbit=gbit, sequences=sequences, accumulation=accumulation)
                 rows.append(
                     {
                         **{"model": model, "nodes": nodes, "gbit": gbit},
@@ -201,7 +199,11 @@ def break_even() -> list[dict[str, Any]]:
         config = PlanConfig(
             model=PlanModelConfig(**settings.pop("model")),
             cluster=ClusterConfig(
-                device="h100", nodes=nodes, devices_per_node=per_node, inter_bandwidth=1.0, device_tflops=TFLOPS
+                device="h100",
+                nodes=nodes,
+                devices_per_node=per_node,
+                inter_bandwidth=1.0,
+                device_tflops=TFLOPS,
             ),
             layout=ParallelLayout(**settings.pop("layout")),
         )

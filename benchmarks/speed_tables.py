@@ -10,12 +10,8 @@ from typing import Any
 
 from benchmarks import cluster_report
 from benchmarks.kernels import PRICE
-from benchmarks.markdown import ink, origin, save_figure, table
+from benchmarks.markdown import RATES, ink, origin, save_figure, table
 
-RATES = {
-    **{"100mbit": "100 Mbit/s", "250mbit": "250 Mbit/s", "1gbit": "1 Gbit/s", "1000mbit": "1 Gbit/s"},
-    **{"10gbit": "10 Gbit/s", "40gbit": "40 Gbit/s", "unshaped": "unlimited"},
-}
 SHOWN = {"fair": "fp32 gradients", "fair-bf16": "bf16 gradients", "sdp4bit": "sdp4bit"}
 SHOWN_NCCL = {"fsdp2": "fp32 gradients", "fsdp2-bf16": "bf16 gradients", "sdp4bit": "sdp4bit"}
 """Strategies of the README's table and figure, by the names of benchmarks/cluster_strategies.py."""
@@ -64,6 +60,9 @@ def nccl_page(folder: Path) -> str:
     text = (
         "[How this is measured](../one-gpu.md). Ranks share one GPU, over NCCL's sockets, on links of a "
         "limited rate. Seconds are medians of the rounds, beside the predicted ones in parentheses.\n\n"
+        "From 10 Gbit/s up, sdp4bit's step does not get shorter with the link, because the host limits it. "
+        "Its medians of a few rounds scatter there. [Planned and measured steps](planned.md) shows the fastest "
+        "rounds, and what today's model of a step says of them.\n\n"
         f"Predictions of {found['date']}. {found['note']}\n"
     )
     for path in sorted(folder.glob("*/nccl-2*.json")):

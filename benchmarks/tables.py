@@ -35,9 +35,9 @@ from benchmarks.loss_tables import (
     nodes_section,
     size_table,
 )
-from benchmarks.markdown import NOTICE, origin, percent, table
-from benchmarks.plan_constants import constants_text
-from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table, span
+from benchmarks.markdown import NOTICE, origin, percent, span, table
+from benchmarks.plan_constants import constants_text, host_constants
+from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table
 from benchmarks.planned_jobs import jobs_page, reported_section
 from benchmarks.speed_tables import (
     cluster_results,
@@ -57,7 +57,14 @@ FRONTIER = {
     "frontier-seconds": frontier_seconds,
     "frontier-conditions": frontier_conditions,
 }
-_LIGHT = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
+_LIGHT = (
+    "text.color",
+    "axes.labelcolor",
+    "axes.edgecolor",
+    "xtick.color",
+    "ytick.color",
+    "legend.labelcolor",
+)
 DARK = {"savefig.transparent": True, **dict.fromkeys(_LIGHT, "#c9d1d9")}
 """Style of figures for dark pages, on which only text and lines differ."""
 FEWEST_DRAWN = 5
@@ -248,9 +255,6 @@ class Results:
         if kind == "plan":
             column, gbit = detail.split("-")
             return span(self._gains(int(gbit), column=column))
-        if kind == "even":
-            rates = [rate for row in self._read("planning.json")["break_even"][2:] for rate in row["gbit_per_gpu"]]
-            return f"{min(rates):.0f} to {max(rates):.0f}"
         if kind == "link":
             rows = self._read("planning.json")["boxes"]["rows"]
             gains = [
@@ -285,14 +289,16 @@ class Results:
             return FRONTIER[name](self.frontier)
         if kind == "host":
             return self._host_time(detail)
+        if kind == "hostconst":
+            return f"{1e3 * host_constants(self.root)[f'{detail}_seconds']:.1f}"
         if name in ("sizes", "predicted-sizes"):
             return size_table(self._study("size_law"), predicted=name != "sizes")
         raise ValueError(
             f"<!-- result {name} --> names no result: use launches, memory, peaks, ratios, sizes, "
             "predicted-sizes, frontier-losses, frontier-seconds, frontier-conditions, link-NAME, box-NAME, "
-            "loss-STRATEGY, nodes-COUNT, plan-{fsdp2,hsdp,batch,large}-GBIT, "
-            "even-large, nccl-GBIT, ncclslower-GBIT, ncclhsdp-GBIT, other-day, host-plain, "
-            "host-before or host-now"
+            "loss-STRATEGY, nodes-COUNT, plan-COLUMN-GBIT (fsdp2, hsdp, batch or large), hostconst-plain, "
+            "hostconst-added, nccl-GBIT, ncclslower-GBIT, ncclhsdp-GBIT, other-day, host-plain, host-before "
+            "or host-now"
         )
 
     def _host_time(self, which: str) -> str:

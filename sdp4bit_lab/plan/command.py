@@ -121,7 +121,11 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> tuple[str, st
     if plan.replicas.size > 1:
         shards, replicas = (each.describe() for each in (plan.grid, plan.replicas))
         placement = f"nodes x ranks: shards {shards}, replicas {replicas}"
-    between = f"{_rate(shared or cluster.inter_bandwidth)} inter-node (per node and direction), "
+    links = []
+    if cluster.nodes > 1:
+        links.append(f"{_rate(shared or cluster.inter_bandwidth)} inter-node (per node and direction)")
+    if cluster.devices_per_node > 1:
+        links.append(f"{_rate(cluster.intra_bandwidth)} intra-node (per device)")
     example = (
         "no cluster is given (--device, --nodes, --probe or --cluster): this is the paper's, as an example"
     )
@@ -130,9 +134,8 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> tuple[str, st
         *([example] if config.cluster == ClusterConfig() else []),
         f"{config.model_name}: {config.parameters / 1e9:.3f} billion parameters, "
         f"{plan.parameters / 1e9:.3f} in a data-parallel group",
-        f"{cluster.name}: {cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.devices_per_node} "
-        f"device{'s' * (cluster.devices_per_node > 1)}, {between * (cluster.nodes > 1)}{_rate(cluster.intra_bandwidth)} intra-node (per device), "
-        f"{cluster.device_flops / 1e12:.4g} TFLOP/s per device",
+        f"{cluster.name}: {_plural(cluster.nodes, 'node')} of {_plural(cluster.devices_per_node, 'device')}, "
+        f"{', '.join([*links, f'{cluster.device_flops / 1e12:.4g} TFLOP/s per device'])}",
         f"tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x "
         f"data {plan.grid.size * plan.replicas.size} ({placement}), micro batch "
         f"{layout.micro_batch_size}, accumulation {layout.accumulation}, {layout.engine}",
@@ -153,12 +156,12 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> tuple[str, st
 
 
 def _advice(plan: Plan) -> list[str]:
-    """Return what helps if the host is the limit."""
+    """Return the remedies if the host is the limit."""
     if not plan.quantized.is_limited_by_host:
         return []
     return [
-        f"the host is the limit: its launches take {_time(plan.quantized.host_seconds)}, longer than the link "
-        "and the devices need. More tokens per step help, and fewer, larger groups: "
+        f"the host is the limit: its launches take {_time(plan.quantized.host_seconds)}, longer than the "
+        "link and the devices need. More tokens per step help, and fewer, larger groups: "
         "fully_shard([block1, block2, block3])"
     ]
 
@@ -288,6 +291,10 @@ def _table(plan: Plan, *, strategy: str) -> list[str]:
         if any(size[part] for size in sizes):
             rows.append((f"  {part}", *(format_bytes(size[part]) if size[part] else "-" for size in sizes)))
     return aligned(rows)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -203,7 +203,9 @@ class Costs:
         # 3. The host. A flat buffer has no groups whose launches are known, and no agreement.
         quantized = sum(part is not None for part in (config.weights, config.gradients))
         host = cluster.host.seconds(
-            groups=0 if is_flat else sum(any(len(shape) > 1 for shape in each.shapes) for each in self.groups),
+            groups=0
+            if is_flat
+            else sum(any(len(shape) > 1 for shape in each.shapes) for each in self.groups),
             accumulation=layout.accumulation,
             added_groups=len(self.groups),
             quantized=quantized,

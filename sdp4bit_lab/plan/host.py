@@ -1,6 +1,6 @@
 """Time of the host that launches a step, and the constants of the planner that were measured.
 
-A GPU runs what the host has launched, so a step takes at least the host's time. Plain FSDP2 and this library
+The host launches all work of a GPU, so a step takes at least the host's time. Plain FSDP2 and this library
 spend it per parameter group, whatever the group's size. `measured.json` beside this file holds the measured
 constants with their sources; `python -m benchmarks.tables` writes it from `results/`.
 """
@@ -25,7 +25,7 @@ class HostTime:
     plain: float
     """The model, the optimizer and plain FSDP2, per micro-batch."""
     added: float
-    """What the library adds per step when it quantizes weights and gradients; half of it for one of them."""
+    """Time of the library per step if it quantizes weights and gradients; half of it for one of them."""
     source: str
     """Where the numbers come from, in words."""
     computes: bool = False

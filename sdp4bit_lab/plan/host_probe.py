@@ -72,9 +72,7 @@ def _train(ranks: Ranks, *, ranks_per_node: int | None) -> Callable[[], None]:
     # Many ranks need a wider model: a row of a block has 12 hidden^2 / ranks values, of which 1,024 are
     # quantized.
     hidden = 64 * max(2, -(-ranks.world_size // 32))
-    shape = ModelShape(
-        layers=LAYERS, hidden=hidden, heads=HEADS, vocabulary=VOCABULARY, positions=TOKENS
-    )
+    shape = ModelShape(layers=LAYERS, hidden=hidden, heads=HEADS, vocabulary=VOCABULARY, positions=TOKENS)
     compute = resolve_compute_dtype("auto", param_dtype=torch.bfloat16, device=ranks.device)
     with ranks.device:
         model = GPT(shape, compute_dtype=compute)

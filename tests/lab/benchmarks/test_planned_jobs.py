@@ -15,7 +15,7 @@ from tests import ROOT
 
 JOBS = jobs(ROOT)
 KNOWN_MISSES = {("results/gpu/h100/extra/full-precision-2x1.json", "qwd")}
-"""Rows that the planner misses by more, with an unknown cause: weights alone took longer than both directions."""
+"""Rows that the planner misses by more. Weights alone took longer than both directions; nobody knows why."""
 OLD_HOST = HostTime(plain=3e-3, added=0.65e-3, source="assumed before there was a measurement")
 
 
@@ -51,7 +51,7 @@ def test_planned_seconds_are_near_the_measured_ones(transport: str) -> None:
 
 def test_bytes_are_those_of_the_interfaces() -> None:
     other = {(job.source.partition("-")[0], job.strategy) for job in JOBS if not job.sends_as_planned}
-    # With several ranks per node, gloo's exchanges and all-reduces cross between nodes more often than a ring.
+    # With several ranks per node, gloo's exchanges and all-reduces cross between nodes more often than rings.
     assert other == {("results/cluster/2x2", name) for name in ("fair", "fair-bf16", "ddp-bf16")}
 
 

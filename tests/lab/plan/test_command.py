@@ -109,7 +109,8 @@ def test_a_plan_fits_80_columns(capsys: Capture, arguments: tuple[str, ...]) -> 
     assert len(lines) > 20 and max(map(len, lines)) <= 80
     # No row of the table is wrapped: time, bytes and memory.
     first = next(number for number, line in enumerate(lines) if line.startswith("gradients:"))
-    table = [line for line in lines[first : lines.index("", lines.index("", lines.index("", first) + 1) + 1)]]
+    last = lines.index("", lines.index("", lines.index("", first) + 1) + 1)
+    table = lines[first:last]
     assert len({len(line) for line in table if line}) == 1
     assert table.count("") == 2 and any(line.startswith("memory") for line in table)
 
@@ -293,7 +294,9 @@ def test_the_host_limits_a_step_and_says_what_helps(capsys: Capture) -> None:
     text = shown(capsys, *SMALL, "--inter-bandwidth", "5")
     assert text.startswith("recommendation: do not enable: ")
     assert "the host is the limit: its launches take 84.0 ms" in text
-    assert "More tokens per step help, and fewer, larger groups: fully_shard([block1, block2, block3])" in text
+    assert (
+        "More tokens per step help, and fewer, larger groups: fully_shard([block1, block2, block3])" in text
+    )
     assert "host: 4.8 ms per parameter group, 1.7 ms more with both directions quantized (measured on" in text
     # A slow link, or a fast host, is not limited by the host.
     assert "the host is the limit" not in shown(capsys, *SMALL, "--inter-bandwidth", "0.125")
@@ -320,7 +323,9 @@ def test_a_host_that_computes_adds_its_time(capsys: Capture, tmp_path: Path) -> 
     # The model's and FSDP2's part is in the measured compute rate.
     assert computes["host_seconds"] == pytest.approx(groups * 1e-3)
     assert computes["step_seconds"] == pytest.approx(launches["step_seconds"] + groups * 1e-3)
-    alone = planned(capsys, "--probe", probe_file(tmp_path, added_host_seconds=None), *options)["cluster"]["host"]
+    alone = planned(capsys, "--probe", probe_file(tmp_path, added_host_seconds=None), *options)["cluster"][
+        "host"
+    ]
     host = host_time("measured")
     assert alone["added"] == pytest.approx(4e-3 * host.added / host.plain)
     assert alone["source"].endswith("the added time in proportion")
@@ -339,7 +344,10 @@ def test_a_host_that_computes_adds_its_time(capsys: Capture, tmp_path: Path) -> 
         ),
         (("--inter-bandwidth", "-1"), "--inter-bandwidth -1.0 must be positive"),
         (("--inter-bandwidth", "2.5GbE"), "per direction; 2.5 Gbit/s is 0.3125)"),
-        (("--intra-bandwidth", "100 Gbit/s"), "a number is expected (GB/s from one GPU to the others of its "),
+        (
+            ("--intra-bandwidth", "100 Gbit/s"),
+            "a number is expected (GB/s from one GPU to the others of its ",
+        ),
         (("--inter-bandwidth", "1.2.3GbE"), "a number is expected (GB/s from one node to the others, per "),
         (("--nodes", "two"), "--nodes two: an integer is expected (Number of nodes)"),
         (("--host", "laptop"), "--host laptop: use one of measured, server"),
