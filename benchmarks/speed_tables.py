@@ -60,9 +60,9 @@ def nccl_page(folder: Path) -> str:
     text = (
         "[How this is measured](../one-gpu.md). Ranks share one GPU, over NCCL's sockets, on links of a "
         "limited rate. Seconds are medians of the rounds, beside the predicted ones in parentheses.\n\n"
-        "From 10 Gbit/s up, sdp4bit's step does not get shorter with the link, because the host limits it. "
-        "Its medians of a few rounds scatter there. [Planned and measured steps](planned.md) shows the fastest "
-        "rounds, and what today's model of a step says of them.\n\n"
+        "From 10 Gbit/s up, sdp4bit's step does not get shorter with the link: the host limits it. "
+        "Its medians of a few rounds scatter there. [Planned and measured steps](planned.md) shows the "
+        "fastest rounds, and the seconds of today's model of a step.\n\n"
         f"Predictions of {found['date']}. {found['note']}\n"
     )
     for path in sorted(folder.glob("*/nccl-2*.json")):

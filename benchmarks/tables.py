@@ -294,11 +294,11 @@ class Results:
         if name in ("sizes", "predicted-sizes"):
             return size_table(self._study("size_law"), predicted=name != "sizes")
         raise ValueError(
-            f"<!-- result {name} --> names no result: use launches, memory, peaks, ratios, sizes, "
-            "predicted-sizes, frontier-losses, frontier-seconds, frontier-conditions, link-NAME, box-NAME, "
-            "loss-STRATEGY, nodes-COUNT, plan-COLUMN-GBIT (fsdp2, hsdp, batch or large), hostconst-plain, "
-            "hostconst-added, nccl-GBIT, ncclslower-GBIT, ncclhsdp-GBIT, other-day, host-plain, host-before "
-            "or host-now"
+            f"<!-- result {name} --> names no result. Those without a detail are launches, memory, peaks, "
+            "ratios, sizes, predicted-sizes, other-day, frontier-losses, frontier-seconds and "
+            "frontier-conditions. Others have one: link-NAME, box-NAME, loss-STRATEGY, nodes-COUNT, "
+            "plan-COLUMN-GBIT, nccl-GBIT, ncclslower-GBIT, ncclhsdp-GBIT, hostconst-{plain,added}, "
+            "host-{plain,before,now}"
         )
 
     def _host_time(self, which: str) -> str:
