@@ -225,6 +225,10 @@ def translate(arguments: Sequence[str], *, known: Collection[str]) -> Translatio
         given = " and ".join(f"{name} {value}" for name, value in dropouts.items())
         problems.append(f"{given} differ: both are --dropout here")
     notes = _apply_defaults(options, known=known) if _IN_ALL_SCRIPTS in without_effect else []
+    if {"--mock-data", "--data-path"} <= _names(options):
+        # As in Megatron; the reference's speed scripts give both.
+        options = _without("--data-path", options)
+        notes.append("--data-path is not read with --mock-data")
     if without_effect:
         names = ", ".join(dict.fromkeys(without_effect))
         notes.append(f"no effect (--help-all has the reasons): {names}")
@@ -250,17 +254,17 @@ def _flags_with_values(arguments: Sequence[str]) -> Iterator[tuple[str, _Flag | 
 def _apply_defaults(options: list[str], *, known: Collection[str]) -> list[str]:
     """Change options to the meaning that they have in a script of the reference; return a note on each."""
     notes = []
-    given = {option.partition("=")[0].replace("_", "-") for option in options}
+    given = _names(options)
     if "--strategy" in known and not given & {"--strategy", "--quantized-weights", "--quantized-gradients"}:
         options += ["--strategy", "baseline"]
         notes.append("--strategy is baseline without --quantized-weights and --quantized-gradients")
-    if {"--mock-data", "--data-path"} <= given:
-        # Its speed scripts give both.
-        options[:] = _without("--data-path", options)
-        notes.append("--data-path is not read with --mock-data")
     if "--dropout" not in given:
         notes.append(f"--dropout is 0, the reference's default {_REFERENCE_DROPOUT}")
     return notes
+
+
+def _names(options: Sequence[str]) -> set[str]:
+    return {option.partition("=")[0].replace("_", "-") for option in options}
 
 
 def _without(name: str, options: Sequence[str]) -> list[str]:

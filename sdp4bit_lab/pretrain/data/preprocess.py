@@ -32,9 +32,9 @@ class PreprocessConfig(TokenizerConfig):
     """Documents to tokenize for Megatron's file format."""
 
     input: tuple[str, ...]
-    """Files or patterns such as 'pile/*.jsonl': .jsonl or .json (one object per line), or plain text (one
-    document per file, or several separated by <|endoftext|>). Compressed .gz and .zst files and .parquet
-    files need the package datasets."""
+    """Files or patterns such as 'pile/*.jsonl': JSON lines (one object per line), Parquet or plain text (one
+    document per file, or several separated by <|endoftext|>), also compressed by gzip, bzip2, xz or zstd. The
+    content decides, not the name."""
     output_prefix: Path
     """Prefix of the output files: PREFIX_KEY_document.bin and .idx for each of --json-keys."""
     json_keys: Annotated[tuple[str, ...], option("json-keys", "columns")] = ("text",)

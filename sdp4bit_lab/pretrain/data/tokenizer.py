@@ -18,6 +18,13 @@ from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 _TRAINING_CHARACTERS = 64 << 20
 """Characters from which the vocabulary is learned; more changes little and takes minutes."""
 _ENDS_OF_DOCUMENTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+_OTHER_FILES = ("tokenizer.model", "tekken.json", "*.tiktoken")
+_OTHER_FORMATS = {
+    # A message whose first field is a message whose first field is text.
+    "a SentencePiece model": rb"(?s)\A\n.\n.",
+    "Mistral's tekken": rb'"token_bytes"',
+    "a tiktoken file": rb"\A[A-Za-z0-9+/]+=* \d+\r?\n",
+}
 
 
 class BytePairTokenizer:
@@ -127,7 +134,12 @@ def load_tokenizer(
     """Load GPT-2's two files, or a tokenizer.json or its folder; SettingError if it is damaged."""
     if tokenizer_model is not None:
         path = tokenizer_model / "tokenizer.json" if tokenizer_model.is_dir() else tokenizer_model
+        if path != tokenizer_model and not path.is_file():
+            path = next(
+                (found for name in _OTHER_FILES for found in sorted(tokenizer_model.glob(name))), path
+            )
         _require_file("--tokenizer-model", path)
+        _require_tokenizer_json(path)
         with _failing_as(f"--tokenizer-model {path} is not a tokenizer.json"):
             tokenizer = Tokenizer.from_file(str(path))
         ends = (*_named_end(path.with_name("tokenizer_config.json")), *_ENDS_OF_DOCUMENTS)
@@ -151,6 +163,18 @@ def load_tokenizer(
     size = loaded.vocabulary_size
     require(size <= 1 << 20, f"the tokenizer's largest token is {size - 1:,}; at most 2**20 - 1 is supported")
     return loaded
+
+
+def _require_tokenizer_json(path: Path) -> None:
+    """Refuse the other formats of tokenizers by name."""
+    with path.open("rb") as file:
+        head = file.read(1 << 16)
+    name = next((name for name, content in _OTHER_FORMATS.items() if re.search(content, head)), None)
+    require(
+        name is None,
+        f"--tokenizer-model {path} is {name}, not a tokenizer.json. Give the tokenizer.json of this model, "
+        "or write it by transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OUT)",
+    )
 
 
 @contextmanager

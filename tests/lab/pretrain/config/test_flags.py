@@ -133,6 +133,13 @@ def test_a_script_of_the_reference_runs_with_one_line(given, own, noted, capsys)
     assert {flag for flag in _IN_ALL.split() if flag.startswith("--")} <= set(line.replace(",", " ").split())
 
 
+def test_mock_data_wins_over_files_with_a_note(capsys):
+    for flags in (["--mock-data", "--data-path", "0.5", "a", "b"], ["--data_path=a", "--mock-data"]):
+        config = pretrain_config(*flags, "--seed", "3")
+        assert config == pretrain_config("--mock-data", "--seed", "3")
+        assert capsys.readouterr().err == "sdp4bit: --data-path is not read with --mock-data\n"
+
+
 def test_every_reference_flag_has_its_outcome(capsys):
     arguments: dict[str, list[str]] = {}
     for flags, outcome, reason in described_flags():

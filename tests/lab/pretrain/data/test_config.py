@@ -94,3 +94,19 @@ def test_wrong_data_settings_are_refused(tmp_path):
     ):
         with pytest.raises(SettingError, match=message):
             _ = DataConfig(**options).vocabulary
+
+
+def test_other_formats_of_tokenizers_are_named_with_a_way_out(tmp_path):
+    piece = b"\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02"
+    for name, content, kind in (
+        ("tokenizer.model", b"\n" + bytes([len(piece)]) + piece, "a SentencePiece model"),
+        ("tekken.json", b'{"config": {}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}', "Mistral's tekken"),
+        ("cl100k_base.tiktoken", b"IQ== 0\nIg== 1\n", "a tiktoken file"),
+    ):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+        for given in (folder / name, folder):
+            message = rf"{name} is {kind}, not a tokenizer\.json\. Give .*AutoTokenizer.from_pretrained"
+            with pytest.raises(SettingError, match=message):
+                _ = DataConfig(tokenizer_model=given).tokenizer

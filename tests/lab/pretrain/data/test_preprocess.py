@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -290,8 +289,6 @@ class TestInputs:
 
     @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".parquet"])
     def test_every_format_gives_the_same_files(self, vocabulary, reference, tmp_path, suffix):
-        if suffix not in (".jsonl", ".json"):
-            pytest.importorskip("datasets")
         path = write_lines(tmp_path / f"x{suffix}", TEXTS)
         run(vocabulary, path, to=tmp_path / "out" / "x")
         assert files(tmp_path / "out" / "x_text_document") == expected(reference, [[t] for t in TEXTS])
@@ -342,22 +339,22 @@ class TestInputs:
 
     @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
     def test_a_file_that_is_cut_off_or_foreign_is_named(self, vocabulary, tmp_path, suffix):
-        pytest.importorskip("datasets")
         path = write_lines(tmp_path / f"x{suffix}", TEXTS)
         content = path.read_bytes()
-        for damaged in (content[: len(content) * 9 // 10], b"not what the name says" * 9):
+        for damaged, problem in (
+            (content[: len(content) * 9 // 10], "cannot be read: ."),
+            (b"not what the name says" * 9, "is text, in spite of its name"),
+        ):
             path.write_bytes(damaged)
-            with pytest.raises(SettingError, match=rf"x{re.escape(suffix)} cannot be read: ."):
+            with pytest.raises(SettingError, match=rf"x{re.escape(suffix)} {problem}"):
                 run(vocabulary, path, to=tmp_path / "x")
             assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
-    def test_a_missing_package_is_named_before_anything_is_read(self, vocabulary, tmp_path, monkeypatch):
+    def test_every_file_is_inspected_before_anything_is_read(self, vocabulary, tmp_path):
         (tmp_path / "x.jsonl").write_text("{")
-        (tmp_path / "x.parquet").write_bytes(b"")
-        monkeypatch.setitem(sys.modules, "datasets", None)
-        message = r'x\.parquet needs the package datasets: pip install "\.\[data\]" in the checkout'
-        with pytest.raises(SettingError, match=message):
-            run(vocabulary, tmp_path / "x.jsonl", tmp_path / "x.parquet", to=tmp_path / "x")
+        (tmp_path / "y.jsonl").write_bytes(b"\x93NUMPY")
+        with pytest.raises(SettingError, match=r"y\.jsonl is a NumPy array: write its texts as JSON lines"):
+            run(vocabulary, tmp_path / "x.jsonl", tmp_path / "y.jsonl", to=tmp_path / "x")
 
     def test_nothing_to_do_is_an_error(self, vocabulary, tmp_path):
         with pytest.raises(SettingError, match=r"--input .*none\*\.jsonl: no such file"):
