@@ -246,29 +246,38 @@ def _names(text: str) -> list[str]:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.frontier", description=str(__doc__).split("\n")[0]
+        prog="python -m benchmarks.frontier",
+        description=str(__doc__).split("\n")[0],
+        epilog=f"Methods: {', '.join(METHODS)}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("runs/frontier"), help="folder of finished runs")
-    parser.add_argument("--json", type=Path, help="output file; default: OUT/frontier.json")
-    parser.add_argument("--methods", type=_names, default=list(METHODS), help="default: all; with commas")
-    parser.add_argument("--without", type=_names, default=[], help="methods to leave out")
-    parser.add_argument("--seeds", type=_integers, default=[1, 2, 3], help="the first one tunes the rates")
-    parser.add_argument("--learning-rates", type=_numbers, default=[1e-3, 2e-3, 4e-3], help="the grid")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--json", type=Path, default=argparse.SUPPRESS, help="output file (default: OUT/frontier.json)"
+    )
+    parser.add_argument(
+        "--methods", type=_names, metavar="NAME,...", default=",".join(METHODS), help="methods, with commas"
+    )
+    parser.add_argument(
+        "--without", type=_names, metavar="NAME,...", default=[], help="methods to leave out, with commas"
+    )
+    parser.add_argument("--seeds", type=_integers, default="1,2,3", help="the first one tunes the rates")
+    parser.add_argument("--learning-rates", type=_numbers, default="0.001,0.002,0.004", help="the grid")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a run, at least 20")
     parser.add_argument("--hidden", type=int, default=192, help="width of the model")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--vocabulary", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=2, help="layers of the model")
+    parser.add_argument("--vocabulary", type=int, default=512, help="tokens")
     parser.add_argument("--sequence", type=int, default=128, help="tokens")
     parser.add_argument("--micro-batch", type=int, default=4, help="sequences of a rank and step")
     parser.add_argument("--evaluate-every", type=int, default=25, help="steps")
-    parser.add_argument("--validation-sequences", type=int, default=128)
+    parser.add_argument("--validation-sequences", type=int, default=128, help="sequences")
     parser.add_argument("--rates", default="100mbit,250mbit,1gbit", help="of each link, per direction")
     parser.add_argument("--seconds-per-rate", type=float, default=60.0, help="runs at least three rounds")
     chosen = parser.parse_args(arguments)
     if chosen.steps < 20:
         parser.error("--steps must be at least 20")
     chosen.methods = [name for name in chosen.methods if name not in chosen.without]
-    chosen.json = chosen.json or chosen.out / "frontier.json"
+    chosen.json = getattr(chosen, "json", None) or chosen.out / "frontier.json"
     return chosen
 
 

@@ -238,15 +238,23 @@ def _time_text(seconds: float | None) -> str:
 
 
 def frontier_losses(result: dict[str, Any]) -> str:
-    """Return the table of losses after equal steps, lowest first."""
+    """Return the table of losses after equal steps, lowest first, and the best learning rates."""
+    lines = list(lines_of(result).values())
     rows = [
         [
             *(line.method.label, _percent_text(line), f"{line.bytes:.2f}", f"{line.peak:.0f}"),
-            *(f"{line.learning_rate:g}" + "*" * line.at_edge, line.method.asks),
+            line.method.asks,
         ]
-        for line in lines_of(result).values()
+        for line in lines
     ]
-    return table(["method", "loss", "bytes", "memory", "learning rate", "asks for"], rows)
+    by_rate: dict[str, list[str]] = {}
+    for line in lines:
+        rate = f"{line.learning_rate:g}{' (at an end of the grid)' * line.at_edge}"
+        by_rate.setdefault(rate, []).append(line.method.label)
+    common, *others = sorted(by_rate, key=lambda rate: -len(by_rate[rate]))
+    best = [common, *(f"{rate} of {', '.join(by_rate[rate])}" for rate in others)]
+    rates = f"The best learning rate of all methods is {'; except '.join(best)}."
+    return f"{table(['method', 'loss', 'bytes', 'memory', 'needs'], rows)}\n\n{rates}"
 
 
 def frontier_seconds(result: dict[str, Any]) -> str:

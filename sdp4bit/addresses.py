@@ -6,6 +6,8 @@ release is built.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sdp4bit.config import VERSION
 
 REPOSITORY = ""
@@ -16,14 +18,20 @@ DOCUMENTATION = ""
 
 
 def page(name: str) -> str:
-    """Return the address of a page of the documentation, or its file in the repository.
+    """Return the address of a page of the documentation, or its file in the checkout.
+
+    The file is relative to the working directory if that contains it.
 
     Args:
         name: "ddp" for docs/ddp.md, "telemetry#why-your-ratio-differs" for a section.
     """
     file, sign, section = name.partition("#")
-    address = f"{DOCUMENTATION}{file}.html" if DOCUMENTATION else f"docs/{file}.md"
-    return f"{address}{sign}{section}"
+    if DOCUMENTATION:
+        return f"{DOCUMENTATION}{file}.html{sign}{section}"
+    path, here = Path(__file__).parents[1] / "docs" / f"{file}.md", Path.cwd()
+    if not path.is_file():
+        return f"docs/{file}.md{sign}{section} in the source of sdp4bit {VERSION}"
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}{sign}{section}"
 
 
 def install(extra: str) -> str:

@@ -59,9 +59,15 @@ def test_no_message_names_a_page_past_these_functions() -> None:
                 assert "docs/" not in node.value and "sdp4bit[" not in node.value, f"{path}: {node.value}"
 
 
-def test_a_checkout_names_its_files_and_a_release_its_site(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_names_its_files_and_a_release_its_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(addresses.__file__).parents[1])
     assert addresses.page("ddp") == "docs/ddp.md"
     assert addresses.page("telemetry#cost") == "docs/telemetry.md#cost"
+    monkeypatch.chdir(tmp_path)
+    assert addresses.page("ddp#cost") == f"{Path(addresses.__file__).parents[1]}/docs/ddp.md#cost"
+    assert addresses.page("nowhere") == f"docs/nowhere.md in the source of sdp4bit {sdp4bit.__version__}"
     assert addresses.install("lab") == 'pip install ".[lab]" in the checkout'
     monkeypatch.setattr(addresses, "REPOSITORY", REPOSITORY)
     monkeypatch.setattr(addresses, "DOCUMENTATION", DOCUMENTATION)

@@ -13,7 +13,7 @@ from sdp4bit_lab.common.ranks import Ranks
 from sdp4bit_lab.common.settings import RunError
 from sdp4bit_lab.compare.config import CompareConfig, DemoConfig, LinkTimesConfig
 from sdp4bit_lab.compare.finished_run import FinishedRun
-from sdp4bit_lab.compare.links import LinkTimes
+from sdp4bit_lab.compare.links import RATES, LinkTimes
 from sdp4bit_lab.compare.run import compare
 
 _LOCK = ".demo.lock"
@@ -40,35 +40,45 @@ def _demo(config: DemoConfig) -> int:
         console().print(
             f"step times: those of an earlier demo in {config.links}; --retime measures them again"
         )
-    elif code := _time_links(config):
-        return code
+    else:
+        config.links.unlink(missing_ok=True)
+        if code := _time_links(config):
+            _print_times(LinkTimes.read(config.links))
+            return code
     comparison = config.comparison()
-    if code := run_on_ranks(f"{__name__}:train", config=comparison, parallel=comparison.parallel):
-        return code
-    # A signal has ended the training without an error, and that was printed.
-    if not _is_complete(config):
-        return 0
-    phase("drawing the step times")
+    code = run_on_ranks(f"{__name__}:train", config=comparison, parallel=comparison.parallel)
     times = stored or LinkTimes.read(config.links)
+    # A signal has ended the training, perhaps without an error, and that was printed.
+    if code or not _is_complete(config):
+        _print_times(times)
+        return code
+    phase("drawing the step times")
     if times is None:
         raise RunError(f"{config.links} was removed or damaged during the demo: start it again")
     written = "summary.json, table.md and curves.png"
     if len(times.unreliable) < len(times.seconds):
         times.draw(config.links.with_suffix(".png"))
         written = "summary.json, table.md, curves.png and links.png"
-    end_progress()
-    table, conditions = times.text()
-    console().print(f"\n{table}", style="bold")
-    console().print(f"{conditions}\n\nWrote {written} to {config.out}\nnext: sdp4bit report {config.out}")
+    _print_times(times)
+    console().print(f"\nWrote {written} to {config.out}\nnext: sdp4bit report {config.out}")
     return 0
+
+
+def _print_times(times: LinkTimes | None) -> None:
+    """Print the table of the rates that were timed, of a demo that was stopped, too."""
+    end_progress()
+    if times is not None:
+        table, conditions = times.text()
+        console().print(f"\n{table}", style="bold")
+        console().print(conditions)
 
 
 def _stored(config: DemoConfig) -> LinkTimes | None:
     """Return the times of an earlier demo with the same dtype, if all of them are reliable."""
     times = LinkTimes.read(config.links)
-    return (
-        times if times is not None and not times.unreliable and times.dtype == config.compute_dtype else None
-    )
+    if times is None or times.unreliable or times.dtype != config.compute_dtype:
+        return None
+    return times if times.seconds.keys() == set(RATES) else None
 
 
 def _is_complete(config: DemoConfig) -> bool:

@@ -76,6 +76,12 @@ class FinishedRun:
         return self.validation[-1][1] if self.diverged_at is None else math.nan
 
     @property
+    def ends_in_warm_up(self) -> bool:
+        """Whether the learning rate still rose at the last validation."""
+        warm_up = self.settings.get("optimizer", {}).get("warmup_steps")
+        return bool(warm_up and self.validation and self.validation[-1][0] <= warm_up)
+
+    @property
     def name(self) -> str:
         return f"{self.strategy}, seed {self.seed}"
 

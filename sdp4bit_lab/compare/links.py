@@ -16,7 +16,7 @@ from sdp4bit.observe.timing import TIMED_STEPS, StepTimes
 from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common.files import aligned, note, save_figure, wrapped, write_atomically
 from sdp4bit_lab.common.launch.link import set_rate
-from sdp4bit_lab.common.progress import phase
+from sdp4bit_lab.common.progress import console, phase
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0, run_on_all_ranks
 from sdp4bit_lab.compare.config import DEMO_PROCESSES, DEMO_RANKS_PER_NODE, LinkTimesConfig
 from sdp4bit_lab.pretrain.metrics import StepMetrics
@@ -69,6 +69,14 @@ class LinkTimes:
         plain, ours = self.seconds[rate]
         return median(plain) / median(ours)
 
+    def line(self, rate: int) -> str:
+        """Return the result at one rate."""
+        if rate in self.unreliable:
+            return f"at {rate:,} Mbit/s: unreliable ({self.unreliable[rate]})"
+        plain, ours = (median(seconds) for seconds in self.seconds[rate])
+        how = " (calculated)" * bool(self.why_calculated)
+        return f"at {rate:,} Mbit/s: {plain:.2f} s, {ours:.2f} s with sdp4bit: {self.gain(rate):.1f}x{how}"
+
     def text(self) -> tuple[str, str]:
         """Return a table and its conditions, for 80 columns."""
         rows: list[tuple[str, ...]] = [("a step takes", "plain FSDP2", "sdp4bit", "gain")]
@@ -117,7 +125,10 @@ def _milliseconds(seconds: Sequence[float]) -> str:
 
 
 def time_links(config: LinkTimesConfig, *, ranks: Ranks) -> LinkTimes:
-    """Time steps with and without sdp4bit, and write the times; call on every rank."""
+    """Time steps with and without sdp4bit; call on every rank.
+
+    The times of a rate are printed and written before the next rate is set, so a stopped demo has them.
+    """
     run = build_run(config.run, ranks=ranks, label="sdp4bit")
     comm, steps = run.loop.model.communication, run.loop.steps()
     phase("training steps to warm up")
@@ -144,6 +155,10 @@ def time_links(config: LinkTimesConfig, *, ranks: Ranks) -> LinkTimes:
                 note(f"this machine is busy ({reason}): times {where} are unreliable, measured again")
         if reason:
             unreliable[rate] = reason
+        if not config.why_calculated:
+            times = _publish(
+                config, seconds=seconds, unreliable=unreliable, sent=sent, rates=[rate], ranks=ranks
+            )
     if config.why_calculated:
         measured = seconds[RATES[0]]
         seconds = {
@@ -151,7 +166,21 @@ def time_links(config: LinkTimesConfig, *, ranks: Ranks) -> LinkTimes:
             for rate in RATES
         }
         unreliable = {rate: reason for rate in RATES if reason}
+        times = _publish(config, seconds=seconds, unreliable=unreliable, sent=sent, rates=RATES, ranks=ranks)
     comm.remove()
+    return times
+
+
+def _publish(
+    config: LinkTimesConfig,
+    *,
+    seconds: Mapping[int, tuple[Sequence[float], Sequence[float]]],
+    unreliable: Mapping[int, str],
+    sent: tuple[float, float],
+    rates: Sequence[int],
+    ranks: Ranks,
+) -> LinkTimes:
+    """Write all times so far, and print those at `rates`."""
     times = LinkTimes(
         seconds=seconds,
         sent=sent,
@@ -160,6 +189,9 @@ def time_links(config: LinkTimesConfig, *, ranks: Ranks) -> LinkTimes:
         dtype=config.run.training.compute_dtype,
     )
     run_on_all_ranks(lambda: times.write(config.out) if ranks.is_first else None)
+    if ranks.is_first:
+        for rate in rates:
+            console().print(times.line(rate))
     return times
 
 

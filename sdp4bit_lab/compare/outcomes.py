@@ -54,7 +54,11 @@ def outcomes(runs: Sequence[FinishedRun], *, baseline: str | None) -> list[Strat
                 validation_loss=statistics.fmean(validation) if ended else None,
                 validation_spread=statistics.stdev(validation) if len(ended) > 1 else None,
                 train_loss=statistics.fmean(run.train_loss for run in ended) if ended else None,
-                difference=paired_difference(pairs, unstable_seeds=unstable) if pairs else None,
+                difference=paired_difference(
+                    pairs, unstable_seeds=unstable, is_early=any(run.ends_in_warm_up for run in ended)
+                )
+                if pairs
+                else None,
                 intra_bytes_per_step=all_runs[0].intra_bytes_per_step,
                 inter_bytes_per_step=all_runs[0].inter_bytes_per_step,
                 step_seconds=_median([run.step_seconds for run in all_runs if run.step_seconds is not None]),

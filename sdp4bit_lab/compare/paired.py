@@ -17,7 +17,9 @@ FEWEST_PAIRS = 3
 _ZERO = 1e-9
 """Smaller differences are rounding errors of their calculation."""
 
-Significance = Literal["not significantly different", "higher", "lower", "unstable baseline"]
+Significance = Literal[
+    "not significantly different", "higher", "lower", "unstable baseline", "in the warm-up"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class PairedDifference:
     """Relative to the baseline's loss with that seed."""
     unstable_seeds: tuple[int, ...] = ()
     """Seeds with an unstable baseline, for which differences mean little."""
+    is_early: bool = False
+    """Whether losses are compared in the warm-up of the learning rate. Differences there vanish later."""
 
     @property
     def mean(self) -> float:
@@ -53,6 +57,8 @@ class PairedDifference:
         interval = self.interval
         if interval is None or len(self.by_seed) < FEWEST_PAIRS:
             return None
+        if self.is_early:
+            return "in the warm-up"
         if self.unstable_seeds:
             return "unstable baseline"
         low, high = interval
@@ -81,18 +87,20 @@ def interval_text(interval: tuple[float, float] | None, *, digits: int, unit: st
 
 
 def paired_difference(
-    pairs: Mapping[int, tuple[float, float]], *, unstable_seeds: Sequence[int] = ()
+    pairs: Mapping[int, tuple[float, float]], *, unstable_seeds: Sequence[int] = (), is_early: bool = False
 ) -> PairedDifference:
     """Return the differences of a strategy's losses from the baseline's.
 
     Args:
         pairs: loss of the strategy and of the baseline, by seed.
         unstable_seeds: seeds with an unstable baseline.
+        is_early: whether the losses are of a step in the warm-up of the learning rate.
     """
     return PairedDifference(
         by_seed={seed: loss - reference for seed, (loss, reference) in pairs.items()},
         percent_by_seed={seed: 100 * (loss / reference - 1) for seed, (loss, reference) in pairs.items()},
         unstable_seeds=tuple(seed for seed in pairs if seed in unstable_seeds),
+        is_early=is_early,
     )
 
 

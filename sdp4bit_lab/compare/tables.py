@@ -71,6 +71,8 @@ class Report:
                 f"Differences of {pairs} seed{'s' if pairs > 1 else ''} have no significance: {give} "
                 f"{FEWEST_PAIRS} seeds or more, such as --seeds 1,2,3."
             )
+        if any(difference.is_early for difference in differences):
+            notes.append("Losses differ more in the warm-up than later: compare after it, with more steps.")
         for outcome in self.outcomes:
             paired = outcome.difference.by_seed if outcome.difference is not None else outcome.seeds
             alone = ", ".join(str(seed) for seed in outcome.seeds if seed not in paired)

@@ -19,6 +19,7 @@ from sdp4bit.traffic import format_bytes
 from sdp4bit_lab.common import progress
 from sdp4bit_lab.common.failures import failed
 from sdp4bit_lab.common.files import time_left, write_atomically
+from sdp4bit_lab.common.progress import phase
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig
 from sdp4bit_lab.pretrain.stability import SPIKE_RATIO, SpikeDetector
 
@@ -85,6 +86,7 @@ class MetricsWriter:
         first_step: int,
         validation_due: bool = False,
         steps_after: int | None = None,
+        part: str | None = None,
         console: Console | None = None,
     ) -> None:
         """Open the outputs; a resumed run drops the events of steps after its start.
@@ -95,6 +97,7 @@ class MetricsWriter:
             validation_due: whether the validation after them is still due, and an earlier record of it is
             dropped.
             steps_after: steps of the runs that follow; given, lines end with the time left for all of them.
+            part: position of this run among them, such as "run 1 of 2".
         """
         self._config = config
         self._steps = steps
@@ -118,6 +121,7 @@ class MetricsWriter:
         self._tensorboard = _tensorboard_writer(config, first_step=first_step)
         self._since_line: list[StepMetrics] = []
         self._steps_after = steps_after
+        self._part = part
         self._first: tuple[int, float] | None = None
         """First step and the time of its end."""
 
@@ -178,6 +182,13 @@ class MetricsWriter:
         """Print a line after the prefix of the run."""
         self._console.print(f"{self._prefix} {message}", highlight=False, markup=False, soft_wrap=True)
 
+    def show_progress(self, step: int) -> None:
+        """Show the steps done and the time left, of all runs if the lines have it, so that both agree."""
+        if self._part is None or self._steps_after is None:
+            phase("training", total=self._steps, done=step)
+        else:
+            phase(f"training from {self._part} on", total=self._steps + self._steps_after, done=step)
+
     def _line(self, last: StepMetrics) -> str:
         """Format the means of the steps since the last line, with more of them on 140 columns."""
         steps = self._since_line
@@ -211,7 +222,8 @@ class MetricsWriter:
         if self._steps_after is None or step == first:
             return ""
         seconds, steps = (time.monotonic() - began) / (step - first), self._steps - step + self._steps_after
-        return time_left(seconds * steps) if steps else ""
+        all_runs = f"{self._part}, all: " if self._part else ""
+        return f"{all_runs}{time_left(seconds * steps)}" if steps else ""
 
     def _write(self, event: str, metrics: StepMetrics | ValidationMetrics) -> None:
         values = _finite(asdict(metrics))

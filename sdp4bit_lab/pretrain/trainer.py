@@ -132,7 +132,11 @@ def pretrain(
         if ranks.is_first and config.reliability.alerts != "off":
             run.loop.model.communication.on_alert(partial(_report_alert, writer))
         train(run, writer=writer, keep_diverged=keep_diverged)
-        for line in (*_describe_end(run), *_describe_result(run), *([] if part else _describe_next(run))):
+        for line in (
+            *_describe_end(run, part=part),
+            *_describe_result(run),
+            *([] if part else _describe_next(run)),
+        ):
             writer.say(line)
     run.loop.model.communication.remove()
     end_progress()
@@ -264,7 +268,7 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
             checkpointer.save(progress=replace(loop.progress, validation_due=left_out))
         if result.stopped:
             break
-        phase("training", total=config.training.steps, done=metrics.step)
+        writer.show_progress(metrics.step)
     phase("closing the files of the run")
     checkpointer.close()
     writer.close()
@@ -336,15 +340,18 @@ def _describe_start(run: Run) -> list[str]:
     return []
 
 
-def _describe_end(run: Run) -> list[str]:
+def _describe_end(run: Run, *, part: str | None) -> list[str]:
     result, folder = run.result, run.config.checkpoint.save
     if result.diverged_at is not None:
         return [f"stopped at step {result.diverged_at}: the loss or its gradient is NaN or infinite"]
     if result.stopped is None:
         return []
-    kept = "not saved because --save was not given" if folder is None else f"saved in {folder}"
-    kept = kept if result.steps else "nothing was trained"
-    return [f"stopped after step {run.loop.progress.step} because of {result.stopped}; {kept}"]
+    kept = "; not saved because --save was not given" if folder is None else f"; saved in {folder}"
+    if not result.steps:
+        kept = "; nothing was trained"
+    elif part is not None:
+        kept = ""  # The commands that train several runs have no --save.
+    return [f"stopped after step {run.loop.progress.step} because of {result.stopped}{kept}"]
 
 
 def _describe_result(run: Run) -> list[str]:
@@ -426,6 +433,7 @@ def _open_writer(
         prefix=f"[{run.result.strategy} {config.seed}]" if part else f"{run.result.strategy}:",
         steps=config.training.steps,
         steps_after=steps_after,
+        part=part,
         first_step=progress.step,
         validation_due=progress.validation_due,
         console=console,

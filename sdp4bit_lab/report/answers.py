@@ -24,6 +24,7 @@ _SIGNIFICANCE: dict[str | None, str] = {
     "not significantly different": "no significant difference",
     "lower": "the loss is significantly lower",
     "higher": "the loss is significantly higher",
+    "in the warm-up": "undecided in the warm-up of the learning rate",
     "unstable baseline": "undecided, because the baseline was unstable too",
     None: "undecided with fewer than 3 seeds",
 }

@@ -206,9 +206,11 @@ def _figure(plot: Plot, runs: Sequence[Run]) -> dict[str, Any]:
             # A single value has no line.
             has_points = len(x) == 1 or (plot.has_points and len(x) <= MOST_MARKERS)
             mode = "lines+markers" if has_points and style is main else "lines"
-            marker = {"marker": {"size": 5}, "cliponaxis": False}
+            marker: dict[str, Any] = {"marker": {"size": 5}, "cliponaxis": False}
             # Plotly interprets HTML in names.
             name = html.escape(runs[number].name, quote=False)
+            if len(x) == 1:
+                mode, marker = "markers+text", marker | {"text": [name], "textposition": "middle left"}
             trace = {"x": x.tolist(), "y": drawn, "name": name, "meta": number, "mode": mode}
             trace["zorder"] = int(not is_baseline)
             traces.append(trace | marker | style)

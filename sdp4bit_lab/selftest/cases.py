@@ -348,6 +348,14 @@ EDGE_CASES: tuple[Callable[[], Iterator[KernelCase]], ...] = (
 )
 
 
+def quick_cases() -> Iterator[KernelCase]:
+    """Yield one call of every operator, at one width."""
+    shape = next(shape for shape in SHAPES if shape.numel > 2 * shape.group_size)
+    for make in BY_SHAPE:
+        yield next(case for case in make(shape) if case.named.get("sent", case.named.get("layout")).bits == 4)
+    yield next(checksums())
+
+
 def all_cases() -> Iterator[KernelCase]:
     """Yield every call."""
     for shape in SHAPES:

@@ -8,7 +8,7 @@ from typing import Any
 from sdp4bit.quantization import ops
 from sdp4bit_lab.common.progress import phase
 from sdp4bit_lab.common.ranks import gather_over_ranks
-from sdp4bit_lab.selftest.cases import all_cases, difference
+from sdp4bit_lab.selftest.cases import all_cases, difference, quick_cases
 from sdp4bit_lab.selftest.check import CheckFailedError, CheckSkippedError, Context
 
 
@@ -19,7 +19,7 @@ def check_kernels(context: Context) -> dict[str, Any]:
         raise CheckSkippedError("only the reference back end is available")
     # Ranks that share a device compare a part of the calls each.
     first, step = (context.ranks.rank, context.ranks.world_size) if context.config.share_gpu else (0, 1)
-    cases = list(itertools.islice(all_cases(), first, None, step))
+    cases = list(itertools.islice(quick_cases() if context.config.quick else all_cases(), first, None, step))
     for case in cases:
         phase("comparing calls of kernels", total=len(cases), done=compared)
         found = difference(case.operator, case.first, backend="auto", device=context.device, **case.named)

@@ -89,13 +89,21 @@ def test_the_table_states_whether_times_are_measured() -> None:
     assert max(map(len, [*table.splitlines(), *conditions.splitlines()])) <= 80
 
 
+def test_a_line_has_the_factor_of_a_rate() -> None:
+    assert link_times().line(100) == "at 100 Mbit/s: 1.00 s, 0.25 s with sdp4bit: 4.0x"
+    assert link_times(why_calculated="no root").line(1000).endswith("2.0x (calculated)")
+    assert link_times(unreliable={100: "load 9"}).line(100) == "at 100 Mbit/s: unreliable (load 9)"
+
+
 def test_unreliable_times_have_no_gain_no_bar_and_are_not_used_again(tmp_path: Path) -> None:
     config = DemoConfig(out=tmp_path)
-    link_times().write(config.links)
+    seconds = {**link_times().seconds, 250: ([0.5], [0.2])}
+    link_times(seconds=seconds).write(config.links)
     stored = _stored(config)
-    assert stored is not None and stored.text() == link_times().text()
-    for changed in ({"unreliable": {1000: "load 20 on 2 cores"}}, {"dtype": "fp32"}):
-        link_times(**changed).write(config.links)
+    assert stored is not None and stored.text() == link_times(seconds=seconds).text()
+    # Without seconds of its own, the demo was stopped before its last rate.
+    for changed in ({"unreliable": {1000: "load 20 on 2 cores"}}, {"dtype": "fp32"}, {"seconds": {}}):
+        link_times(**{"seconds": seconds, **changed}).write(config.links)
         assert _stored(config) is None
     times = link_times(unreliable={1000: "load 20 on 2 cores"})
     table, conditions = times.text()

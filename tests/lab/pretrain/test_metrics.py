@@ -60,7 +60,7 @@ def test_a_line_has_the_means_since_the_last_one_and_the_time_left(
     console = Console(file=io.StringIO())
     config = LoggingConfig(out=tmp_path, tensorboard=False)
     writer = metrics.MetricsWriter(
-        config, prefix="x:", steps=20, first_step=0, steps_after=40, console=console
+        config, prefix="x:", steps=20, first_step=0, steps_after=40, part="run 1 of 3", console=console
     )
     for step in range(1, 12):
         seconds = 2.0 * step
@@ -69,7 +69,7 @@ def test_a_line_has_the_means_since_the_last_one_and_the_time_left(
     writer.close()
     printed = console.file.getvalue().splitlines()
     # 10 + 40 steps of 2 seconds.
-    assert printed[-1].endswith(" | about 2 minutes left") and " left" not in printed[0]
+    assert printed[-1].endswith(" | run 1 of 3, all: about 2 minutes left") and " left" not in printed[0]
     lines = [line.split(" | ")[:2] for line in printed]
     assert lines == [["x: step 1/20", "loss 1.0000"], ["x: step 10/20", "loss 6.0000"]]
 
