@@ -29,8 +29,8 @@ class SelftestConfig:
     only: str = ",".join(CHECKS)
     """Checks to run, separated by commas."""
     quick: bool = False
-    """Compare one call of every operator, of 4 bits, instead of all widths, dtypes and lengths. On a CPU, which
-    compiles kernels for each of these, this takes about a minute."""
+    """Compare one call of every operator, of 4 bits, instead of all widths, dtypes and lengths. On a CPU,
+    which compiles kernels for each of these, this takes about a minute."""
     share_gpu: int | None = None
     """Ranks to start on one GPU, over NCCL. With `--device cpu`, over gloo."""
     mps: MPSMode = "auto"
