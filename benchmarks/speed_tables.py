@@ -171,7 +171,7 @@ def draw_step_times(result: dict[str, Any], path: Path, *, digest: str) -> None:
     from matplotlib.figure import Figure
 
     cpu, gpu = result["cpu"], result["gpu"]
-    columns = [(cpu, SHOWN, "fair", rates_of(cpu)), (gpu, SHOWN_NCCL, "fsdp2", [*_NCCL_RATES])]
+    columns = [(cpu, SHOWN, "fair-bf16", rates_of(cpu)), (gpu, SHOWN_NCCL, "fsdp2-bf16", [*_NCCL_RATES])]
     figure = Figure(figsize=(8.6, 1.15 * len(_NCCL_RATES) + 0.5), layout="constrained")
     for half, (cluster, shown, reference, rates) in zip(figure.subfigures(1, 2), columns, strict=True):
         gpu_name = (cluster["machine"].get("gpu") or "").removeprefix("NVIDIA ").partition(" ")[0]
@@ -192,8 +192,7 @@ def _draw_rate(
     axes.barh(list(shown.values()), [each / longest for each in seconds], color=colors, height=0.75)
     for number, (name, taken) in enumerate(zip(shown, seconds, strict=True)):
         ratio = _ratio(cluster, rate=rate, reference=reference, strategy=name)
-        factor = ratio["ratio"] if ratio else seconds[0] / taken
-        text = f"{taken:.2f} s" + (f", {_factor(factor)}" if number else "")
+        text = f"{taken:.2f} s" + (f", {_factor(ratio['ratio'])}" if ratio else "")
         inside = taken / longest > 0.6
         axes.text(
             taken / longest + (-0.02 if inside else 0.02),
