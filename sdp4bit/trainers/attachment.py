@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from sdp4bit.addresses import install
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import SDP4BitConfig
+from sdp4bit.engines.arrival import checked_on_all_ranks
 from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
 from sdp4bit.engines.fsdp2.api import Skip, quantize_communication
 from sdp4bit.engines.fsdp2.checks import other_engine
@@ -192,13 +193,15 @@ def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
     """
     folder = Path(checkpoint) / FOLDER
     has_file: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(has_file, (folder / ".metadata").is_file())
+    # A rank may lack the permission.
+    with checked_on_all_ranks(range(len(has_file)), call="load of the communication state"):
+        is_file, state = (folder / ".metadata").is_file(), comm.state_dict()
+    dist.all_gather_object(has_file, is_file)
     if not all(has_file):
         missing = [rank for rank, has in enumerate(has_file) if not has]
         where = f" for ranks {missing}" if any(has_file) else ""
         warn_of_missing_state(folder, where)
         return
-    state = comm.state_dict()
     # Parts that another configuration did not save keep the loaded weights.
     planner = DefaultLoadPlanner(allow_partial_load=True)
     load_state(state, storage_reader=FileSystemReader(folder), planner=planner)

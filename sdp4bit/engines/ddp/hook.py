@@ -403,11 +403,11 @@ class DDPCommState(CommHandle):
             ValueError: the argument is no state of this class; nothing is changed.
         """
         self._check_attached()
-        self._wait_for_ranks("load_state_dict")
+        with self._on_all_ranks("load_state_dict"):
+            check_state(state_dict, owner="an sdp4bit.DDPCommState", version=FORMAT_VERSION, keys=("steps",))
         self._load(state_dict)
 
     def _load(self, state_dict: StateDict) -> None:
-        check_state(state_dict, owner="an sdp4bit.DDPCommState", version=FORMAT_VERSION, keys=("steps",))
         self._state.steps, self._state.step_pending = int(state_dict["steps"]), False
 
 
