@@ -24,6 +24,7 @@ from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.arrival import checked_on_all_ranks
 from sdp4bit.engines.loading import load_checkpoint
+from sdp4bit.engines.misuse import Misused
 from sdp4bit.engines.muon import is_muon, muon_warning
 from sdp4bit.engines.owned_hooks import end_with
 from sdp4bit.engines.protocol import Engine
@@ -76,7 +77,7 @@ def load_counters(state: ModelState, saved: StateDict, *, owner: str, version: i
         group.gradients.reductions = reductions
 
 
-class CommHandle(ABC):
+class CommHandle(Misused, ABC):
     """Quantized communication of a model, and reports about it."""
 
     _state: ModelState
@@ -523,6 +524,8 @@ class CommHandle(ABC):
 
     def on_alert(self, callback: AlertCallback) -> RemovableHandle:
         """Call the callback with every new :class:`Alert`, on the ranks that `alerts` names, until removed.
+
+        An exception of the callback is logged and does not end the step.
 
         Raises:
             ValueError: the configuration has no alerts.
