@@ -309,6 +309,7 @@ class FSDPCommHandle(CommHandle):
             if self._state.groups:
                 check_saved(state_dict)
         self._load(state_dict)
+        self._state.forget_warnings()
 
     def _load(self, state_dict: StateDict) -> None:
         if self._state.groups:

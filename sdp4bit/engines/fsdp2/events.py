@@ -59,8 +59,9 @@ class StepObserver:
         """
         self._params, self._count, self._after_step, self._aliases = params, count, after_step, aliases
         self._known: dict[int, ParamView] = {}
-        # Optimizers of other models, by id, with the ids of their parameters.
-        self._foreign: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = {}
+        # Optimizers of other models, with the ids of their parameters.
+        self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]
+        self._foreign = weakref.WeakKeyDictionary()
         self._stepping_in = -1
         self.is_reduced = False  # gradients have been reduced since the last optimizer step
 
@@ -121,12 +122,11 @@ class StepObserver:
         # Remembered, because looking for new parameters of the model takes longer than a step over one
         # parameter. By their ids, because optimizers may be given other parameters later.
         ids = [*map(id, params)]
-        reference, known = self._foreign.get(id(optimizer), (None, None))
-        if reference is not None and reference() is optimizer and known == ids:
+        if self._foreign.get(optimizer) == ids:
             return True
         if self._holds_any(params):
             return False
-        self._foreign[id(optimizer)] = weakref.ref(optimizer), ids
+        self._foreign[optimizer] = ids
         return True
 
     def _holds_any(self, params: Sequence[object]) -> bool:
@@ -510,11 +510,11 @@ class FSDPModelState(ModelState):
         elif group.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
             self.warn_once(
                 group.view,
-                f"weights ({group.view.name} first) were sent in full precision "
-                f"{FULL_REFRESHES_IN_A_ROW} times in a row, now because: {reason}. If "
-                "an optimizer makes these edits, call comm.mark_step() after each to send "
-                "differences. If averages (EMA) are swapped in, call model.eval() before you evaluate them. "
-                "comm.group_stats() counts full refreshes per group, with the last reason",
+                f"weights were sent in full precision {FULL_REFRESHES_IN_A_ROW} times in a row, now because: "
+                f"{reason} ({group.view.name} first). If an optimizer makes these edits, call "
+                "comm.mark_step() after each to send differences. If averages (EMA) are swapped in, call "
+                "model.eval() before you evaluate them. comm.group_stats() counts full refreshes per group, "
+                "with the last reason",
             )
 
     def warn_once(self, view: FSDPView, message: str) -> None:
@@ -523,6 +523,10 @@ class FSDPModelState(ModelState):
         if key not in self._warned:
             self._warned.add(key)
             warn_user(message, view.sharing_ranks)
+
+    def forget_warnings(self) -> None:
+        """Warn again from now on: a loaded state continues another run."""
+        self._warned.clear()
 
     def detach(self) -> None:
         super().detach()
