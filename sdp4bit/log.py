@@ -20,7 +20,9 @@ class _Guarded(_Adapter):
     Most records are logged on one rank in the middle of a step, which all other ranks would wait for.
     """
 
-    _printed: set[type[Exception]] = set()
+    def __init__(self, own: logging.Logger) -> None:
+        super().__init__(own, {})
+        self._printed: set[type[Exception]] = set()
 
     def log(self, level: int, msg: object, *args: Any, **options: Any) -> None:
         try:
@@ -40,5 +42,5 @@ class DefaultHandler(logging.Handler):
             sys.stderr.write(f"sdp4bit: {self.format(record)}\n")
 
 
-logger = _Guarded(logging.getLogger("sdp4bit"), {})
+logger = _Guarded(logging.getLogger("sdp4bit"))
 logger.logger.addHandler(DefaultHandler(logging.WARNING))

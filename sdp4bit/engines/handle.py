@@ -496,7 +496,7 @@ class CommHandle(Misused, ABC):
         """Load a state; engines that need no other rank for it override this, so that nothing waits."""
         self.load_state_dict(state_dict)
 
-    def _check_left(self) -> None:  # noqa: B027
+    def _check_left(self) -> None:
         """Raise RuntimeError if quantization must not be turned off or on now."""
 
     def _check_switch(self) -> None:

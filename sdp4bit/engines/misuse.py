@@ -31,6 +31,7 @@ class Misused:
     def __reduce__(self) -> NoReturn:
         """Raise TypeError for `pickle`, `torch.save` and `copy`."""
         raise TypeError(
-            f"{type(self).__name__} belongs to this process and cannot be copied or pickled: save "
-            'comm.state_dict() instead, or pass the handle to torch.distributed.checkpoint.save({"comm": comm})'
+            f"{type(self).__name__} belongs to this process and cannot be copied or pickled. Save "
+            'comm.state_dict(), or pass the handle itself to dcp.save({"comm": comm}) of '
+            "torch.distributed.checkpoint"
         )

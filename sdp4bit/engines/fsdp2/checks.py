@@ -136,13 +136,18 @@ def check_group(group: FSDPView, *, config: SDP4BitConfig, is_skipped: bool) -> 
             f"pass skip=[{group.name!r}]"
         )
     are_quantized = config.weights is not None and not unquantizable_weights_reason(group)
-    if are_quantized and group.row_dtype not in VALUE_DTYPES:
+    check_dtypes(group, weights=are_quantized, gradients=config.gradients is not None)
+
+
+def check_dtypes(group: FSDPView, *, weights: bool, gradients: bool) -> None:
+    """Raise ValueError if the weights or the gradients have a dtype that cannot be quantized, if they are."""
+    if weights and group.row_dtype not in VALUE_DTYPES:
         raise ValueError(
             f"{group.name} holds {group.row_dtype} parameters; only fp32, bf16 and fp16 can be quantized: "
             f"use MixedPrecisionPolicy(param_dtype=...), or pass skip=[{group.name!r}]"
         )
     reduced = group.reduce_dtype
-    if config.gradients is not None and reduced.is_floating_point and reduced not in VALUE_DTYPES:
+    if gradients and reduced.is_floating_point and reduced not in VALUE_DTYPES:
         raise ValueError(
             f"{group.name} reduces gradients in {reduced}; only fp32, bf16 and fp16 can be "
             f"quantized: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or pass skip=[{group.name!r}]"

@@ -22,6 +22,7 @@ from sdp4bit.collectives.host import all_reduce_on_host
 from sdp4bit.collectives.transport import SideStream
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.edits import is_large_change
+from sdp4bit.engines.fsdp2.checks import check_dtypes
 from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Flags
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
@@ -244,7 +245,8 @@ class FSDPModelState(ModelState):
         self._stepped: set[int] = set()  # see `_count_step`
         self._leader: weakref.ref[object] | None = None
         self._gathered: set[int] = set()
-        self._contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()  # all of their groups have a handle
+        # Their groups all have a handle and supported dtypes, which FSDP2 reads at the first forward.
+        self._contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()
         # The job's process group for CPU tensors, if FSDP2's own takes none.
         self.decision_group: ProcessGroup | None = None
         # FSDP2 gathers parameters, so a hook sees each forward.
@@ -359,7 +361,6 @@ class FSDPModelState(ModelState):
         # forward reduces those of its own group.
         leader = group.view.forward_leader
         if leader is not None and group.view.context not in self._contexts:
-            self._contexts.add(group.view.context)
             names = group.view.find_unattached(filter(None, (root() for root in self._roots)))
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -368,6 +369,11 @@ class FSDPModelState(ModelState):
                     f"{more}, which would be sent in full precision: call it after the last fully_shard, "
                     "with the root of the model. skip= leaves modules in full precision"
                 )
+            for each in self.groups:
+                if each.view.context is group.view.context and each.view.note_dtypes():
+                    gradients, replica = each.gradients.quantizers, each.weights.replica
+                    check_dtypes(each.view, weights=replica is not None, gradients=bool(gradients))
+            self._contexts.add(group.view.context)
         if leader is None:
             self._agree([group])
         else:
