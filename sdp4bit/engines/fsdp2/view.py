@@ -202,7 +202,7 @@ class FSDPView:
             vars(self).pop(name, None)
         if places != [(param.start, param.end, param.holds_bits) for param in self.params]:
             raise ValueError(
-                f"parameters of {self.name} got other dtypes after sdp4bit.quantize_communication, and others "
+                f"parameters of {self.name} got other dtypes after quantize_communication, and others "
                 "another place in the row with them: call it after the conversion"
             )
         self._dtypes = dtypes
