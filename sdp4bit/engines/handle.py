@@ -51,6 +51,7 @@ def check_state(state: object, *, owner: str, version: int, keys: Sequence[str])
     if missing:
         raise ValueError(f"{what}: it lacks {', '.join(missing)}")
     found = state["format_version"]
+    found = int(found) if isinstance(found, Tensor) and found.numel() == 1 else found
     if found != version:
         raise ValueError(
             f"the state of {owner} has format {found}, but this version of sdp4bit reads {version}"
@@ -183,7 +184,7 @@ class CommHandle(Misused, ABC):
         """Return the state for a bit-exact resume.
 
         Keys and shapes depend on the model alone. For torch.distributed.checkpoint, a tensor that differs
-        between ranks is a DTensor.
+        between ranks is a DTensor, and numbers are tensors, because it stores others as pickles.
         """
 
     @abstractmethod

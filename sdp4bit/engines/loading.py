@@ -24,7 +24,7 @@ def load_checkpoint(
     from torch.distributed.checkpoint.state_dict_loader import load
 
     ranks = range(dist.get_world_size())
-    # 1. Read what the checkpoint has. A rank may lack the file, or the memory.
+    # 1. Read the names in the checkpoint. A rank may lack the file, or memory.
     with checked_on_all_ranks(ranks, call="comm.load") as same:
         same.append(f"key={key!r}")
         reader = _reader_of(checkpoint_id) if storage_reader is None else storage_reader

@@ -396,7 +396,7 @@ class DDPCommState(CommHandle):
     def state_dict(self) -> StateDict:
         """Return the step counter of the rounding bits; the same on all ranks."""
         self._check_attached()
-        return {"format_version": FORMAT_VERSION, "steps": self.steps}
+        return {"format_version": torch.tensor(FORMAT_VERSION), "steps": torch.tensor(self.steps)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks.

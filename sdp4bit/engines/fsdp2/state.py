@@ -59,8 +59,8 @@ def save_state(state: FSDPModelState) -> StateDict:
             if row is not None:
                 replica[key] = param.to_dtensor(row)
     return {
-        "format_version": FORMAT_VERSION,
-        "steps": state.steps + int(state.step_pending),
+        "format_version": torch.tensor(FORMAT_VERSION),
+        "steps": torch.tensor(state.steps + int(state.step_pending)),
         "counters": counters,
         "replica": replica,
         "fingerprints": fingerprints,

@@ -187,7 +187,7 @@ class FSDPView:
         return [param.sharded_param.dtype for param in self._fsdp_group.fsdp_params]
 
     def note_dtypes(self) -> bool:
-        """Return whether the parameters have other dtypes than before; what follows from them is new then.
+        """Return whether the parameters have other dtypes than before; derived values are then new.
 
         FSDP2 reads the dtypes at the first forward, and refuses later changes.
 
