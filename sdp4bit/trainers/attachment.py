@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from pathlib import Path
 from typing import ClassVar
@@ -182,7 +183,10 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def save(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
     """Save the communication state into a folder of the trainer's checkpoint; call it on all ranks."""
-    save_state(comm.state_dict(), storage_writer=FileSystemWriter(Path(checkpoint) / FOLDER))
+    with warnings.catch_warnings():
+        # A trainer that resumes writes its checkpoints again.
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+        save_state(comm.state_dict(), storage_writer=FileSystemWriter(Path(checkpoint) / FOLDER))
 
 
 def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:

@@ -65,11 +65,11 @@ def local_roots(model: object) -> list[nn.Module]:
 
 def other_engine(root: nn.Module) -> str:
     """Return which wrapper of another engine communicates for a model, and the way out; "" if none does."""
-    for module in root.modules():
+    for path, module in root.named_modules():
         for cls in type(module).__mro__:
             for prefix, way_out in _OTHER_ENGINES.items():
                 if f"{cls.__module__}.".startswith(prefix):
-                    name = f"{cls.__module__}.{cls.__qualname__}"
+                    name = f"{cls.__module__}.{cls.__qualname__}" + (f", `model.{path}`," if path else "")
                     return f"{name} communicates for this model, not FSDP2. {way_out}"
     return ""
 
