@@ -22,9 +22,8 @@ from sdp4bit.collectives.host import all_reduce_on_host
 from sdp4bit.collectives.transport import SideStream
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.edits import is_large_change
-from sdp4bit.engines.fsdp2.checks import check_dtypes
 from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Flags
-from sdp4bit.engines.fsdp2.group import FSDPGroup
+from sdp4bit.engines.fsdp2.group import FSDPGroup, check_dtypes
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import FSDPView, ParamView, reduce_over_copies, tensor_version
 from sdp4bit.engines.handle import changes_weights
