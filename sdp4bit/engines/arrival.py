@@ -32,7 +32,8 @@ def checked_on_all_ranks(ranks: Sequence[int], *, call: str) -> Iterator[list[st
 
     The block appends arguments that must be equal on all ranks to the list that it gets, as text.
     """
-    same, failure = list[str](), None
+    same: list[str] = []
+    failure: Exception | None = None
     try:
         yield same
     except Exception as caught:  # raising here would leave the other ranks waiting

@@ -8,7 +8,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -232,8 +232,10 @@ class CommHandle(Misused, ABC):
         """
         if self._removed:
             return
-        waits = dist.is_initialized() and sys.exc_info()[0] is None
-        with self._on_all_ranks("remove") if waits else nullcontext([]):
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            with self._on_all_ranks("remove"):
+                self._check_left()
+        else:
             self._check_left()
         self._undo.close()
 
