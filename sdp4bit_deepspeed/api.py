@@ -25,7 +25,7 @@ from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build, host_group
-from sdp4bit.engines.handle import CommHandle, StateDict, counters_of, load_counters
+from sdp4bit.engines.handle import CommHandle, StateDict, check_state, counters_of, load_counters
 from sdp4bit.engines.interrupted import agree_on_interrupted, call_all
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import ONE_RANK, one_hop_note, one_node_note, one_node_reason
@@ -34,6 +34,7 @@ from sdp4bit.quantization.random import check_numbers
 from sdp4bit.warn import warn_user
 
 STATE_KEY, FORMAT_VERSION = "sdp4bit", 1  # of the communication state in the optimizer's checkpoint
+_OWNER = "sdp4bit on DeepSpeed"
 
 
 class FlatGroup:
@@ -358,5 +359,6 @@ class DeepSpeedCommHandle(CommHandle):
             ValueError: the argument is no state of this library or not of this model; nothing is changed.
         """
         self._check_attached()
-        self._wait_for_ranks("load_state_dict")
-        load_counters(self._state, state_dict, owner="sdp4bit on DeepSpeed", version=FORMAT_VERSION)
+        with self._on_all_ranks("load_state_dict"):
+            check_state(state_dict, owner=_OWNER, version=FORMAT_VERSION, keys=("steps",))
+        load_counters(self._state, state_dict, owner=_OWNER, version=FORMAT_VERSION)

@@ -197,6 +197,7 @@ class MegatronCommHandle(CommHandle):
         Call it on all ranks.
         """
         self._check_attached()
+        self._wait_for_ranks("mark_step")
         for optimizer_patch in self._engine.optimizer_patches:
             optimizer_patch.mark_changed()
         for patch in self._engine.group_patches:
@@ -242,8 +243,8 @@ class MegatronCommHandle(CommHandle):
             ValueError: the argument is no state of this library; nothing is changed.
         """
         self._check_attached()
-        self._wait_for_ranks("load_state_dict")
-        counters = checked(state_dict)
+        with self._on_all_ranks("load_state_dict"):
+            counters = checked(state_dict)
         for patch in self._engine.optimizer_patches:
             patch.steps = counters["steps"]
         load_counters(self._state, counters)

@@ -11,6 +11,8 @@ from sdp4bit.collectives.plan import Message
 
 MOST_VIEWS = 4096
 """Views of buffers that are kept; plans that are shared between groups need few."""
+MOST_TABLES = 1024
+"""Tables that are kept; each pattern of parameters without a gradient has its own."""
 
 
 class Messages(NamedTuple):
@@ -35,7 +37,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device, int], Tensor] = {}
-        self._tables: dict[tuple[tuple[int, ...], torch.device, int], Tensor] = {}
+        self._tables: dict[tuple[int, torch.device, int], tuple[tuple[int, ...], Tensor]] = {}
         self._slots: set[int] = set()
         self._views: dict[tuple[str, torch.device, int, int, Message], Messages] = {}
 
@@ -68,14 +70,23 @@ class Scratch:
         return buffer[: count * nbytes].view(count, nbytes)
 
     def table(self, numbers: tuple[int, ...], *, device: torch.device) -> Tensor:
-        """Return numbers as int64 [n] for use on the current stream; the host never waits for the copy."""
-        key = (numbers, device, _stream(device))
-        if key not in self._tables:
+        """Return numbers as int64 [n] for use on the current stream; the host never waits for the copy.
+
+        Args:
+            numbers: found by identity, because hashing hundreds of them takes longer than a launch.
+        """
+        key = (id(numbers), device, _stream(device))
+        known = self._tables.get(key)
+        if known is None:
+            if len(self._tables) >= MOST_TABLES:
+                self._tables.pop(next(iter(self._tables)))  # the oldest; its stream has the memory next
             with torch.inference_mode(False):
                 host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
-                self._tables[key] = torch.empty(len(numbers), dtype=torch.int64, device=device)
-                self._tables[key].copy_(host, non_blocking=True)
-        return self._tables[key]
+                table = torch.empty(len(numbers), dtype=torch.int64, device=device)
+                table.copy_(host, non_blocking=True)
+            # With the numbers, whose identity stays theirs as long as they live.
+            known = self._tables[key] = numbers, table
+        return known[1]
 
     def take_slot(self) -> int:
         """Reserve the lowest free slot until `free_slot`."""

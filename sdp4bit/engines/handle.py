@@ -8,9 +8,9 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
-from sdp4bit.engines.arrival import wait_for_ranks
+from sdp4bit.engines.arrival import checked_on_all_ranks
+from sdp4bit.engines.loading import load_checkpoint
+from sdp4bit.engines.misuse import Misused
 from sdp4bit.engines.muon import is_muon, muon_warning
 from sdp4bit.engines.owned_hooks import end_with
 from sdp4bit.engines.protocol import Engine
@@ -31,7 +33,7 @@ from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
 from sdp4bit.observe.explain import render, row_of, wrapped
 from sdp4bit.observe.measures import Measurement
-from sdp4bit.observe.noise import GradientNoise, check_no_gradients, gradient_noise
+from sdp4bit.observe.noise import GradientNoise, batches_of, gradient_noise
 from sdp4bit.observe.stats import GroupStats, ModelState, Stats
 from sdp4bit.observe.timing import StepTimes, time_steps
 from sdp4bit.traffic import Traffic, format_bytes
@@ -49,6 +51,7 @@ def check_state(state: object, *, owner: str, version: int, keys: Sequence[str])
     if missing:
         raise ValueError(f"{what}: it lacks {', '.join(missing)}")
     found = state["format_version"]
+    found = int(found) if isinstance(found, Tensor) and found.numel() == 1 else found
     if found != version:
         raise ValueError(
             f"the state of {owner} has format {found}, but this version of sdp4bit reads {version}"
@@ -75,7 +78,7 @@ def load_counters(state: ModelState, saved: StateDict, *, owner: str, version: i
         group.gradients.reductions = reductions
 
 
-class CommHandle(ABC):
+class CommHandle(Misused, ABC):
     """Quantized communication of a model, and reports about it."""
 
     _state: ModelState
@@ -181,7 +184,7 @@ class CommHandle(ABC):
         """Return the state for a bit-exact resume.
 
         Keys and shapes depend on the model alone. For torch.distributed.checkpoint, a tensor that differs
-        between ranks is a DTensor.
+        between ranks is a DTensor, and numbers are tensors, because it stores others as pickles.
         """
 
     @abstractmethod
@@ -208,31 +211,12 @@ class CommHandle(ABC):
 
         Returns:
             Whether the checkpoint has the state. If not, rank 0 warns.
-        """
-        # Here, because importing it takes a tenth of a second, which few handles need.
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
 
+        Raises:
+            ValueError: a rank cannot read the checkpoint; the same on every rank, and nothing is changed.
+        """
         self._check_attached()
-        wait_for_ranks(range(dist.get_world_size()), call="comm.load")
-        reader = FileSystemReader(cast(str, checkpoint_id)) if storage_reader is None else storage_reader
-        has_state = [False] * dist.get_world_size()
-        names = reader.read_metadata().state_dict_metadata
-        dist.all_gather_object(has_state, any(name.startswith(f"{key}.") for name in names))
-        if not all(has_state):
-            warn_user(
-                f"the checkpoint {checkpoint_id or ''} has no {key!r}, the state of this handle: replicas "
-                "start from the loaded weights in full precision, and the run is not bit-identical to an "
-                "uninterrupted one",
-                range(len(has_state)),
-            )
-            return False
-        state = {key: self.state_dict()}
-        # Parts that are not in the checkpoint keep the state of this moment.
-        load(state, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True))
-        self.load_state_dict(state[key])
-        return True
+        return load_checkpoint(self, checkpoint_id, storage_reader=storage_reader, key=key)
 
     def remove(self) -> None:
         """Restore the engine's own communication; remove all hooks and process groups. Call it on all ranks.
@@ -248,15 +232,24 @@ class CommHandle(ABC):
         """
         if self._removed:
             return
-        self._check_left()
         if dist.is_initialized() and sys.exc_info()[0] is None:
-            self._wait_for_ranks("remove")
+            with self._on_all_ranks("remove"):
+                self._check_left()
+        else:
+            self._check_left()
         self._undo.close()
 
+    def _on_all_ranks(self, call: str) -> AbstractContextManager[list[str]]:
+        """Wait for all ranks after a block with everything in a call that may fail on some of them.
+
+        For calls that send something or change the rounding; see `checked_on_all_ranks`.
+        """
+        ranks = [] if self._layouts is None else self._layouts.connected()
+        return checked_on_all_ranks(ranks, call=f"comm.{call}")
+
     def _wait_for_ranks(self, call: str) -> None:
-        """Wait until all ranks have made a call that sends something or changes the rounding."""
-        if self._layouts is not None:
-            wait_for_ranks(self._layouts.connected(), call=f"comm.{call}")
+        with self._on_all_ranks(call):
+            pass
 
     @property
     def is_attached(self) -> bool:
@@ -408,14 +401,15 @@ class CommHandle(ABC):
             Exception: any error of `step`; quantization is then on again.
         """
         self._check_attached()
-        if not callable(step):
-            raise TypeError(f"time_steps needs a function that runs one training step, got {step!r}")
-        if repeats < 1:
-            raise ValueError(f"time_steps needs at least 1 repeat, got repeats={repeats}")
-        self._check_switch()
-        if not self._is_quantized:
-            raise RuntimeError("time_steps was called inside full_precision(): call it outside")
-        self._wait_for_ranks("time_steps")
+        with self._on_all_ranks("time_steps") as same:
+            same.append(f"repeats={repeats!r}")
+            if not callable(step):
+                raise TypeError(f"time_steps needs a function that runs one training step, got {step!r}")
+            if repeats < 1:
+                raise ValueError(f"time_steps needs at least 1 repeat, got repeats={repeats}")
+            self._check_switch()
+            if not self._is_quantized:
+                raise RuntimeError("time_steps was called inside full_precision(): call it outside")
         return time_steps(
             step, repeats=repeats, full_precision=self.full_precision, device=self._state.device
         )
@@ -442,22 +436,23 @@ class CommHandle(ABC):
                 running, or the engine cannot switch.
         """
         self._check_attached()
-        self._check_switch()
-        if not self._is_quantized:
-            raise RuntimeError("gradient_noise was called inside full_precision(): call it outside")
-        check_no_gradients(model)
-        self._wait_for_ranks("gradient_noise")
         state = self._state
+        with self._on_all_ranks("gradient_noise") as same:
+            self._check_switch()
+            if not self._is_quantized:
+                raise RuntimeError("gradient_noise was called inside full_precision(): call it outside")
+            given = batches_of(model, batches)
+            # Replicas, and numbers of the rounding bits, of which the measurement uses some.
+            before = copy.deepcopy(self.state_dict())
+            same.append(f"{len(given)} batches")
         pending, steps = state.step_pending, state.steps
-        # Replicas, and numbers of the rounding bits, of which the measurement uses some.
-        before = copy.deepcopy(self.state_dict())
         sent = {counter: replace(counter.current_step) for g in state.groups for counter in g.counters}
         state.counts_steps = False
         try:
             return gradient_noise(
                 model,
                 loss,
-                batches,
+                given,
                 full_precision=self.full_precision,
                 device=state.device,
                 process_group=self._process_group,
@@ -504,7 +499,7 @@ class CommHandle(ABC):
         """Load a state; engines that need no other rank for it override this, so that nothing waits."""
         self.load_state_dict(state_dict)
 
-    def _check_left(self) -> None:  # noqa: B027
+    def _check_left(self) -> None:
         """Raise RuntimeError if quantization must not be turned off or on now."""
 
     def _check_switch(self) -> None:
@@ -532,6 +527,8 @@ class CommHandle(ABC):
 
     def on_alert(self, callback: AlertCallback) -> RemovableHandle:
         """Call the callback with every new :class:`Alert`, on the ranks that `alerts` names, until removed.
+
+        An exception of the callback is logged and does not end the step.
 
         Raises:
             ValueError: the configuration has no alerts.

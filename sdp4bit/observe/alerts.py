@@ -66,6 +66,9 @@ class Alerts:
         self.watch(groups, telemetry=telemetry)
         self._alerts: deque[Alert] = deque(maxlen=_KEPT)
         self._callbacks: OrderedDict[int, AlertCallback] = OrderedDict()
+        self._failed: set[tuple[int, type[Exception]]] = (
+            set()
+        )  # callbacks and kinds of errors that were logged
 
     def watch(self, groups: Sequence[Group], *, telemetry: Telemetry) -> None:
         """Compare these groups from now on, all of them below their thresholds; keep the alerts."""
@@ -134,8 +137,13 @@ class Alerts:
         self._alerts.append(alert)
         if log:
             logger.warning("step %d, %s%s: %s", alert.step, self._where, alert.group, alert.message)
-        for callback in tuple(self._callbacks.values()):
-            callback(alert)
+        for number, callback in tuple(self._callbacks.items()):
+            try:
+                callback(alert)
+            except Exception as error:  # other ranks may see none, and would wait for this one
+                if (number, type(error)) not in self._failed:
+                    self._failed.add((number, type(error)))
+                    logger.exception("a callback of on_alert has failed; training continues: %r", callback)
 
     def detach(self) -> None:
         """Drop the references to the groups; keep the alerts."""

@@ -39,18 +39,27 @@ class GradientNoise:
         )
 
 
-def check_no_gradients(model: nn.Module) -> None:
-    """Raise RuntimeError if the model has gradients, which a measurement would mix with its own."""
+def batches_of(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
+    """Return the batches of a measurement.
+
+    Raises:
+        RuntimeError: the model has gradients, which the measurement would mix with its own.
+        ValueError: there are no batches.
+    """
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise RuntimeError(
             "gradient_noise was called while the model has gradients: call it after optimizer.zero_grad()"
         )
+    given = list(batches)
+    if not given:
+        raise ValueError("gradient_noise needs at least one batch, got none")
+    return given
 
 
 def gradient_noise(
     model: nn.Module,
     loss: Callable[[Any], Tensor],
-    batches: Iterable[Any],
+    batches: Sequence[Any],
     *,
     full_precision: Callable[[], AbstractContextManager[None]],
     device: torch.device | None,
@@ -65,22 +74,20 @@ def gradient_noise(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = device or parameters[0].device  # DDP knows none before the first backward
-    given, numbers = list(batches), _random_state(device)
-    if not given:
-        raise ValueError("gradient_noise needs at least one batch, got none")
+    numbers = _random_state(device)
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         # 1. Switched once, because a switch costs a refresh of all weights.
         exact, states = list[list[Tensor]](), list[list[Tensor]]()
         with full_precision():
-            for batch in given:
+            for batch in batches:
                 states.append(_random_state(device))
                 loss(batch).backward()
                 exact.append(_taken(parameters))
         # 2. Buffers such as running means are those of the first pass again.
         _restore(model, buffers)
         error, squares = torch.zeros(2, dtype=torch.float64).unbind()
-        for batch, state, gradient in zip(given, states, exact, strict=True):
+        for batch, state, gradient in zip(batches, states, exact, strict=True):
             _set_random_state(state, device)
             loss(batch).backward()
             error += _squared(torch._foreach_sub(_taken(parameters), gradient))
@@ -98,7 +105,7 @@ def gradient_noise(
     sums = torch.stack([error, squares, _squared(total)]).to(device)
     with comm_error_context("squared norms of gradients"):
         dist.all_reduce(sums, group=process_group)
-    return _ratios(sums.tolist(), len(given))
+    return _ratios(sums.tolist(), len(batches))
 
 
 def _ratios(sums: Sequence[float], count: int) -> GradientNoise:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from pathlib import Path
 from typing import ClassVar
@@ -26,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from sdp4bit.addresses import install
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import SDP4BitConfig
+from sdp4bit.engines.arrival import checked_on_all_ranks
 from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
 from sdp4bit.engines.fsdp2.api import Skip, quantize_communication
 from sdp4bit.engines.fsdp2.checks import other_engine
@@ -181,7 +183,10 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def save(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
     """Save the communication state into a folder of the trainer's checkpoint; call it on all ranks."""
-    save_state(comm.state_dict(), storage_writer=FileSystemWriter(Path(checkpoint) / FOLDER))
+    with warnings.catch_warnings():
+        # A trainer that resumes writes its checkpoints again.
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+        save_state(comm.state_dict(), storage_writer=FileSystemWriter(Path(checkpoint) / FOLDER))
 
 
 def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
@@ -192,13 +197,15 @@ def load(comm: CommHandle, checkpoint: str | os.PathLike[str]) -> None:
     """
     folder = Path(checkpoint) / FOLDER
     has_file: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(has_file, (folder / ".metadata").is_file())
+    # A rank may lack the permission.
+    with checked_on_all_ranks(range(len(has_file)), call="load of the communication state"):
+        is_file, state = (folder / ".metadata").is_file(), comm.state_dict()
+    dist.all_gather_object(has_file, is_file)
     if not all(has_file):
         missing = [rank for rank, has in enumerate(has_file) if not has]
         where = f" for ranks {missing}" if any(has_file) else ""
         warn_of_missing_state(folder, where)
         return
-    state = comm.state_dict()
     # Parts that another configuration did not save keep the loaded weights.
     planner = DefaultLoadPlanner(allow_partial_load=True)
     load_state(state, storage_reader=FileSystemReader(folder), planner=planner)

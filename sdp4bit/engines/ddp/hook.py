@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
@@ -150,8 +151,8 @@ class DDPCommState(CommHandle):
         self._state.groups = self._buckets
         self._are_new = False  # whether buckets have changed in this backward
         self._streams: dict[torch.device, SideStream] = {}
-        self._has_warned = False
-        self._is_checked = False  # that the model averages over the same ranks
+        self._warned: set[torch.dtype] = set()
+        self._checked = WeakTensorKeyDictionary()  # first buckets of models that average over the same ranks
         if _has_group():
             self._prepare(failure)
 
@@ -208,8 +209,8 @@ class DDPCommState(CommHandle):
     def _average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         if not self._is_active:
             return self._average_densely(bucket.buffer())
-        if not self._is_checked:
-            self._check_model()
+        if bucket.index() == 0:
+            self._check_model(bucket)
         topology, state, values = self._topology or self._prepare(), self._state, bucket.buffer()
         if bucket.index() == 0 and state.step_pending:
             # The last backward ends here, because its measures are complete: DDP has waited for its futures.
@@ -221,7 +222,7 @@ class DDPCommState(CommHandle):
         group.how = reason or describe_all_reduce(config, topology.layout, numel, steps=state.steps)
         if values.layout != torch.strided:
             # The backend coalesces each rank's rows and gathers them.
-            values = values.div_(topology.layout.size).coalesce()
+            values = _shared_part(values, topology.layout.size)
             gradients.count_plain_all_reduce(values.indices().nbytes + values.values().nbytes)
             return self._sum(values)
         if reason:
@@ -235,9 +236,14 @@ class DDPCommState(CommHandle):
             number=state.steps,  # a backward pass reduces each bucket once, so (step, bucket) is unique
         )
 
-    def _check_model(self) -> None:
-        """Raise ValueError if the model averages over other ranks than this state."""
-        # DDP passes a hook neither the model nor its process group, so this looks for it, once.
+    def _check_model(self, first: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        """Raise ValueError if a model with this first bucket averages over other ranks than this state."""
+        # The memory of a bucket is that of one wrapper, which a state may change. Sparse gradients are new.
+        values = first.buffer()
+        subject = values if values.layout == torch.strided else first.parameters()[0]
+        if subject in self._checked:
+            return
+        # DDP passes a hook neither the model nor its process group, so this looks for them.
         models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
         own = dist.get_process_group_ranks(self._torch_group or dist.group.WORLD)
         for model in models:
@@ -249,7 +255,7 @@ class DDPCommState(CommHandle):
                     f"the model averages over {ranks_in_words(ranks)}, but its DDPCommState over "
                     f"{ranks_in_words(own)}: create it with DDPCommState(model.process_group, ...)"
                 )
-        self._is_checked = True
+        self._checked[subject] = True
 
     def _group_of(self, bucket: dist.GradBucket, topology: Topology) -> BucketGroup:  # type: ignore[name-defined]
         """Return the bucket's group; DDP rebuilds its buckets after the first backward."""
@@ -297,8 +303,8 @@ class DDPCommState(CommHandle):
         if values.layout != torch.strided:
             return "full precision: sparse gradients"
         if values.dtype not in _QUANTIZED_DTYPES:
-            if not self._has_warned:
-                self._has_warned = True
+            if values.dtype not in self._warned:
+                self._warned.add(values.dtype)
                 warn_user(
                     f"gradients in {values.dtype} are averaged in full precision: only fp32, bf16 "
                     "and fp16 are quantized",
@@ -311,7 +317,7 @@ class DDPCommState(CommHandle):
         """Average as plain DDP."""
         size = dist.get_world_size(self._torch_group)
         is_dense = values.layout == torch.strided
-        return self._sum(values.mul_(1.0 / size) if is_dense else values.div_(size).coalesce())
+        return self._sum(values.mul_(1.0 / size) if is_dense else _shared_part(values, size))
 
     def _sum(self, values: Tensor) -> Future[Tensor]:
         """Start DDP's own all-reduce."""
@@ -390,7 +396,7 @@ class DDPCommState(CommHandle):
     def state_dict(self) -> StateDict:
         """Return the step counter of the rounding bits; the same on all ranks."""
         self._check_attached()
-        return {"format_version": FORMAT_VERSION, "steps": self.steps}
+        return {"format_version": torch.tensor(FORMAT_VERSION), "steps": torch.tensor(self.steps)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks.
@@ -403,12 +409,19 @@ class DDPCommState(CommHandle):
             ValueError: the argument is no state of this class; nothing is changed.
         """
         self._check_attached()
-        self._wait_for_ranks("load_state_dict")
+        with self._on_all_ranks("load_state_dict"):
+            check_state(state_dict, owner="an sdp4bit.DDPCommState", version=FORMAT_VERSION, keys=("steps",))
         self._load(state_dict)
 
     def _load(self, state_dict: StateDict) -> None:
-        check_state(state_dict, owner="an sdp4bit.DDPCommState", version=FORMAT_VERSION, keys=("steps",))
         self._state.steps, self._state.step_pending = int(state_dict["steps"]), False
+
+
+def _shared_part(gradient: Tensor, ranks: int) -> Tensor:
+    """Return this rank's part of the mean of a sparse gradient."""
+    # A new tensor, unlike plain DDP (docs/upstream.md): autograd may give the values of a gradient to another
+    # parameter, too. Dense gradients are in DDP's own memory.
+    return (gradient / ranks).coalesce()
 
 
 def _future(device: torch.device) -> Future[Tensor]:

@@ -37,7 +37,7 @@ from sdp4bit.engines.fsdp2.checks import (
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook, ReduceScatterHook, ReplicateGroup
-from sdp4bit.engines.fsdp2.state import load_state, save_state
+from sdp4bit.engines.fsdp2.state import check_saved, load_state, save_state
 from sdp4bit.engines.fsdp2.torch_internals import check_torch_version
 from sdp4bit.engines.fsdp2.view import (
     CommObjects,
@@ -70,6 +70,7 @@ def quantize_communication(
     settings, failure = SDP4BitConfig(), None
     roots: list[nn.Module] = []
     views: list[FSDPView] = []
+    rows: list[ShardedRows] = []
     skipped: dict[str, str] = {}
     patterns: list[str] = []
     unmatched: list[str] = []
@@ -88,33 +89,33 @@ def quantize_communication(
             buckets=len(views) * (2 if are_replicated else 1),
             ranks=max((view.data_ranks for view in views), default=0),
         )
+        rows = [
+            ShardedRows(
+                name=g.name,
+                ranks=g.ranks,
+                shard_numel=g.shard_numel,
+                dtypes=tuple(sorted(map(str, g.param_dtypes))),
+                skipped=g.name in skipped,
+                parameters=tuple((s.end - s.start, s.sharded.dim()) for s in g.params),
+                unquantizable_weights=unquantizable_weights_reason(g),
+            )
+            for g in views
+        ]
+        rows += [
+            ShardedRows(
+                name=g.name,
+                ranks=g.replicate_ranks,
+                shard_numel=g.shard_numel,
+                dtypes=(str(g.reduce_dtype),),
+                skipped=g.name in skipped,
+                replicate=True,
+            )
+            for g in views
+            if len(g.replicate_ranks) > 1
+        ]
     except Exception as caught:  # raising here would leave the other ranks waiting
-        failure, views = caught, []
+        failure, views, rows = caught, [], []
     # 2. Agree with the other ranks, or raise on all of them, before anything is changed.
-    rows = [
-        ShardedRows(
-            name=g.name,
-            ranks=g.ranks,
-            shard_numel=g.shard_numel,
-            dtypes=tuple(sorted(map(str, g.param_dtypes))),
-            skipped=g.name in skipped,
-            parameters=tuple((s.end - s.start, s.sharded.dim()) for s in g.params),
-            unquantizable_weights=unquantizable_weights_reason(g),
-        )
-        for g in views
-    ]
-    rows += [
-        ShardedRows(
-            name=g.name,
-            ranks=g.replicate_ranks,
-            shard_numel=g.shard_numel,
-            dtypes=(str(g.reduce_dtype),),
-            skipped=g.name in skipped,
-            replicate=True,
-        )
-        for g in views
-        if len(g.replicate_ranks) > 1
-    ]
     is_staged = any(view.staging_comms for view in views)
     layouts = agree(
         rows,
@@ -304,8 +305,11 @@ class FSDPCommHandle(CommHandle):
             ValueError: the argument is no state of this library; nothing is changed.
         """
         self._check_attached()
-        self._wait_for_ranks("load_state_dict")
+        with self._on_all_ranks("load_state_dict"):
+            if self._state.groups:
+                check_saved(state_dict)
         self._load(state_dict)
+        self._state.forget_warnings()
 
     def _load(self, state_dict: StateDict) -> None:
         if self._state.groups:

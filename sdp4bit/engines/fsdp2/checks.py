@@ -12,9 +12,9 @@ from sdp4bit.addresses import page
 from sdp4bit.collectives.transport import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
+from sdp4bit.engines.fsdp2.group import check_dtypes
 from sdp4bit.engines.fsdp2.view import FSDPView, named_fsdp_modules
 from sdp4bit.observe.explain import OFF, ONE_RANK, one_hop_note, one_node_note, one_node_reason
-from sdp4bit.quantization.checks import VALUE_DTYPES
 from sdp4bit.warn import warn_user
 
 PARTIAL_GRADIENTS = (
@@ -65,11 +65,11 @@ def local_roots(model: object) -> list[nn.Module]:
 
 def other_engine(root: nn.Module) -> str:
     """Return which wrapper of another engine communicates for a model, and the way out; "" if none does."""
-    for module in root.modules():
+    for path, module in root.named_modules():
         for cls in type(module).__mro__:
             for prefix, way_out in _OTHER_ENGINES.items():
                 if f"{cls.__module__}.".startswith(prefix):
-                    name = f"{cls.__module__}.{cls.__qualname__}"
+                    name = f"{cls.__module__}.{cls.__qualname__}" + (f", `model.{path}`," if path else "")
                     return f"{name} communicates for this model, not FSDP2. {way_out}"
     return ""
 
@@ -136,17 +136,7 @@ def check_group(group: FSDPView, *, config: SDP4BitConfig, is_skipped: bool) -> 
             f"pass skip=[{group.name!r}]"
         )
     are_quantized = config.weights is not None and not unquantizable_weights_reason(group)
-    if are_quantized and group.row_dtype not in VALUE_DTYPES:
-        raise ValueError(
-            f"{group.name} holds {group.row_dtype} parameters; only fp32, bf16 and fp16 can be quantized: "
-            f"use MixedPrecisionPolicy(param_dtype=...), or pass skip=[{group.name!r}]"
-        )
-    reduced = group.reduce_dtype
-    if config.gradients is not None and reduced.is_floating_point and reduced not in VALUE_DTYPES:
-        raise ValueError(
-            f"{group.name} reduces gradients in {reduced}; only fp32, bf16 and fp16 can be "
-            f"quantized: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or pass skip=[{group.name!r}]"
-        )
+    check_dtypes(group, weights=are_quantized, gradients=config.gradients is not None)
 
 
 def check_staging(

@@ -23,7 +23,7 @@ from sdp4bit.collectives.transport import SideStream
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.edits import is_large_change
 from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Flags
-from sdp4bit.engines.fsdp2.group import FSDPGroup
+from sdp4bit.engines.fsdp2.group import FSDPGroup, check_dtypes
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import FSDPView, ParamView, reduce_over_copies, tensor_version
 from sdp4bit.engines.handle import changes_weights
@@ -59,8 +59,9 @@ class StepObserver:
         """
         self._params, self._count, self._after_step, self._aliases = params, count, after_step, aliases
         self._known: dict[int, ParamView] = {}
-        # Optimizers of other models, by id, with the ids of their parameters.
-        self._foreign: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[int]]] = {}
+        # Optimizers of other models, with the ids of their parameters.
+        self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]
+        self._foreign = weakref.WeakKeyDictionary()
         self._stepping_in = -1
         self.is_reduced = False  # gradients have been reduced since the last optimizer step
 
@@ -121,12 +122,11 @@ class StepObserver:
         # Remembered, because looking for new parameters of the model takes longer than a step over one
         # parameter. By their ids, because optimizers may be given other parameters later.
         ids = [*map(id, params)]
-        reference, known = self._foreign.get(id(optimizer), (None, None))
-        if reference is not None and reference() is optimizer and known == ids:
+        if self._foreign.get(optimizer) == ids:
             return True
         if self._holds_any(params):
             return False
-        self._foreign[id(optimizer)] = weakref.ref(optimizer), ids
+        self._foreign[optimizer] = ids
         return True
 
     def _holds_any(self, params: Sequence[object]) -> bool:
@@ -244,7 +244,8 @@ class FSDPModelState(ModelState):
         self._stepped: set[int] = set()  # see `_count_step`
         self._leader: weakref.ref[object] | None = None
         self._gathered: set[int] = set()
-        self._contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()  # all of their groups have a handle
+        # Their groups all have a handle and supported dtypes, which FSDP2 reads at the first forward.
+        self._contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()
         # The job's process group for CPU tensors, if FSDP2's own takes none.
         self.decision_group: ProcessGroup | None = None
         # FSDP2 gathers parameters, so a hook sees each forward.
@@ -359,7 +360,6 @@ class FSDPModelState(ModelState):
         # forward reduces those of its own group.
         leader = group.view.forward_leader
         if leader is not None and group.view.context not in self._contexts:
-            self._contexts.add(group.view.context)
             names = group.view.find_unattached(filter(None, (root() for root in self._roots)))
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -368,6 +368,11 @@ class FSDPModelState(ModelState):
                     f"{more}, which would be sent in full precision: call it after the last fully_shard, "
                     "with the root of the model. skip= leaves modules in full precision"
                 )
+            for each in self.groups:
+                if each.view.context is group.view.context and each.view.note_dtypes():
+                    gradients, replica = each.gradients.quantizers, each.weights.replica
+                    check_dtypes(each.view, weights=replica is not None, gradients=bool(gradients))
+            self._contexts.add(group.view.context)
         if leader is None:
             self._agree([group])
         else:
@@ -510,11 +515,11 @@ class FSDPModelState(ModelState):
         elif group.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
             self.warn_once(
                 group.view,
-                f"weights ({group.view.name} first) were sent in full precision "
-                f"{FULL_REFRESHES_IN_A_ROW} times in a row, now because: {reason}. If "
-                "an optimizer makes these edits, call comm.mark_step() after each to send "
-                "differences. If averages (EMA) are swapped in, call model.eval() before you evaluate them. "
-                "comm.group_stats() counts full refreshes per group, with the last reason",
+                f"weights were sent in full precision {FULL_REFRESHES_IN_A_ROW} times in a row, now because: "
+                f"{reason} ({group.view.name} first). If an optimizer makes these edits, call "
+                "comm.mark_step() after each to send differences. If averages (EMA) are swapped in, call "
+                "model.eval() before you evaluate them. comm.group_stats() counts full refreshes per group, "
+                "with the last reason",
             )
 
     def warn_once(self, view: FSDPView, message: str) -> None:
@@ -523,6 +528,10 @@ class FSDPModelState(ModelState):
         if key not in self._warned:
             self._warned.add(key)
             warn_user(message, view.sharing_ranks)
+
+    def forget_warnings(self) -> None:
+        """Warn again from now on: a loaded state continues another run."""
+        self._warned.clear()
 
     def detach(self) -> None:
         super().detach()

@@ -288,7 +288,9 @@ class Freshness:
         self._nonfinite = HostCopy(nonfinite)
         before, is_full = self._checksums, refresh.is_full
         # An evaluation may have swapped averages in, and the next forward in training has them out again.
+        # Those that the user has asked for are no surprise.
         counts = is_full and before is not None and self._group.module.training
+        counts = counts and self.full_reason != REQUESTED
         self.full_in_a_row = self.full_in_a_row + 1 if counts else 0
         if refresh.ranges is None and refresh.trained != self.trained:
             self._set_trained(refresh.trained)

@@ -16,6 +16,7 @@ from sdp4bit.engines.edits import change_squares
 from sdp4bit.engines.fsdp2.freshness import Freshness
 from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.observe.audit import ReplicaCopy
+from sdp4bit.quantization.checks import VALUE_DTYPES
 from sdp4bit.quantization.ops import checksum
 from sdp4bit.warn import warn_user
 
@@ -121,4 +122,19 @@ class FSDPGroup(Group):
             is_full=True,
             traffic=self.gradients.all_reduce_traffic,
             can_be_refreshed=False,
+        )
+
+
+def check_dtypes(view: FSDPView, *, weights: bool, gradients: bool) -> None:
+    """Raise ValueError if the weights or the gradients have a dtype that cannot be quantized, if they are."""
+    if weights and view.row_dtype not in VALUE_DTYPES:
+        raise ValueError(
+            f"{view.name} holds {view.row_dtype} parameters; only fp32, bf16 and fp16 can be quantized: "
+            f"use MixedPrecisionPolicy(param_dtype=...), or pass skip=[{view.name!r}]"
+        )
+    reduced = view.reduce_dtype
+    if gradients and reduced.is_floating_point and reduced not in VALUE_DTYPES:
+        raise ValueError(
+            f"{view.name} reduces gradients in {reduced}; only fp32, bf16 and fp16 can be "
+            f"quantized: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or pass skip=[{view.name!r}]"
         )

@@ -59,8 +59,8 @@ def save_state(state: FSDPModelState) -> StateDict:
             if row is not None:
                 replica[key] = param.to_dtensor(row)
     return {
-        "format_version": FORMAT_VERSION,
-        "steps": state.steps + int(state.step_pending),
+        "format_version": torch.tensor(FORMAT_VERSION),
+        "steps": torch.tensor(state.steps + int(state.step_pending)),
         "counters": counters,
         "replica": replica,
         "fingerprints": fingerprints,
@@ -87,19 +87,20 @@ def _spread(fingerprint: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def load_state(state: FSDPModelState, saved: StateDict) -> None:
-    """Load the state; all ranks must. At the next forward they agree whether their rows are usable.
-
-    If a row was saved by another rank, with other weights or on other nodes, all ranks warn and refresh their
-    replicas in full precision.
-
-    Raises:
-        ValueError: not a communication state, or of an unknown format; nothing is changed.
-    """
+def check_saved(saved: StateDict) -> None:
+    """Raise ValueError unless this is a communication state of a known format."""
     check_state(saved, owner=_OWNER, version=FORMAT_VERSION, keys=("steps", *_PARTS))
     wrong = [key for key in _PARTS if not isinstance(saved[key], Mapping)]
     if wrong:
         raise ValueError(f"this is not the state of {_OWNER}: {', '.join(wrong)} should be dictionaries")
+
+
+def load_state(state: FSDPModelState, saved: StateDict) -> None:
+    """Load a state that was checked; all ranks must. At the next forward they agree whether rows are usable.
+
+    If a row was saved by another rank, with other weights or on other nodes, all ranks warn and refresh their
+    replicas in full precision.
+    """
     state.steps = int(saved["steps"])
     state.forget_events()
     state.reshard(state.groups)

@@ -181,6 +181,32 @@ class FSDPView:
         self.data_rank = self.replicate_data_ranks[index]
         if self.has_subclasses and self.is_unsharded and self.is_idle:
             module.reshard()  # a subclass shows its all-gather inputs only while it is sharded
+        self._dtypes = self._main_dtypes()
+
+    def _main_dtypes(self) -> list[torch.dtype]:
+        return [param.sharded_param.dtype for param in self._fsdp_group.fsdp_params]
+
+    def note_dtypes(self) -> bool:
+        """Return whether the parameters have other dtypes than before; derived values are then new.
+
+        FSDP2 reads the dtypes at the first forward, and refuses later changes.
+
+        Raises:
+            ValueError: the row has another geometry, for which no replica was made.
+        """
+        dtypes = self._main_dtypes()
+        if dtypes == self._dtypes:
+            return False
+        places = [(param.start, param.end, param.holds_bits) for param in self.params]
+        for name in ("params", "row_dtype", "row", "copied_over", "_gathers", "has_subclasses"):
+            vars(self).pop(name, None)
+        if places != [(param.start, param.end, param.holds_bits) for param in self.params]:
+            raise ValueError(
+                f"parameters of {self.name} got other dtypes after quantize_communication, and others "
+                "another place in the row with them: call it after the conversion"
+            )
+        self._dtypes = dtypes
+        return True
 
     @property
     def device(self) -> torch.device:
