@@ -1,5 +1,6 @@
-"""Runs the tests of mutants: `python -m tests.mutants.run [FILE ...]`, a part of each file's name; all without.
+"""Runs the tests of mutants: `python -m tests.mutants.run [NAME ...]`.
 
+A name is a part of that of a source file or of a test; without one, all mutants run.
 Each mutant is applied to one copy of the packages and the tests, in a folder that comes first on the path.
 Its tests run in a copy of this process, which has imported PyTorch but nothing of the library. Ranks are
 copies of that process, so most mutants take 2 or 3 seconds of CPU time.
@@ -18,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,8 @@ IMPORTED = (
     *("torch.testing._internal.distributed.fake_pg", "numpy", "hypothesis"),
 )
 """Imported once; a package that is not installed here is left to the tests."""
+ADAPTED = {"deepspeed": "tests/deepspeed/", "megatron": "tests/megatron/"}
+"""Packages, and the folder of the tests that need them."""
 LIMIT = 400
 """Seconds after which a test is taken to hang, which notices a mutant, too."""
 
@@ -72,7 +77,7 @@ def _in_copy(folder: Path, tests: Sequence[str], output: Path) -> None:
         del sys.modules[name]
     ranks = importlib.import_module("tests.ranks")
     ranks.copies = lambda modules: multiprocessing.get_context("fork")
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "slow or not slow", "--timeout", str(LIMIT)]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "slow or not slow", "--timeout", str(LIMIT)]
     code = pytest.main([*options, "--tb=short", *tests])
     sys.stdout.flush()
     os._exit(int(code))
@@ -129,12 +134,32 @@ def check(source: Source, folder: Path) -> list[str]:
     return wrong
 
 
+def can_run(tests: Sequence[str]) -> bool:
+    """Return whether the packages of adapters that tests need are installed."""
+    return all(find_spec(name) for name, folder in ADAPTED.items() for test in tests if test.startswith(folder))
+
+
+def selected(chosen: Sequence[str]) -> list[Source]:
+    """Return the mutants that can run, of files or with tests whose name holds one of these texts."""
+    found = []
+    for source in SOURCES:
+        mutants = [
+            mutant
+            for mutant in source.mutants
+            if can_run(mutant.tests or source.tests)
+            and (not chosen or any(t in n for t in chosen for n in (source.file, *(mutant.tests or source.tests))))
+        ]
+        if mutants:
+            found.append(replace(source, mutants=tuple(mutants)))
+    return found
+
+
 def main(chosen: Sequence[str]) -> int:
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    sources = [s for s in SOURCES if not chosen or any(each in s.file for each in chosen)]
-    assert sources, f"no file of the list has {chosen} in its name"
+    sources = selected(chosen)
+    assert sources, f"no mutant can run of {chosen}"
     with copied() as folder:
         wrong = [each for source in sources for each in check(source, folder)]
     print("\n".join([f"{len(wrong)} mutants are not as listed", *wrong]))
