@@ -66,7 +66,7 @@ def run_ranks(
     Args:
         function: a module-level function.
         backend: the back end of the operators, by default the reference, which needs no compilation.
-        checked: whether collectives call the operators that check their arguments, as they do not in training.
+        checked: whether collectives call the operators that check their arguments. In training they do not.
     """
     sys.audit(STARTED, function)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

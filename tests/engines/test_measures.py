@@ -31,7 +31,8 @@ def test_a_sample_is_of_whole_groups_and_about_as_long_as_asked_for():
     ):
         ranges = sample_ranges(numel, sample_numel=sample, unit=unit)
         assert 1 <= len(ranges) <= 8
-        assert all(start % unit == 0 and (end % unit == 0 or end == numel) for start, end in ranges)
+        assert all(start % unit == 0 and end % unit == 0 for start, end in ranges) or ranges == [(0, numel)]
+        assert ranges[-1][1] <= numel
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
         taken = sum(end - start for start, end in ranges)
         assert taken == numel if sample >= numel else taken <= max(sample, unit)

@@ -24,7 +24,10 @@ SOURCES = (
                 "dist.ReduceOp.AVG",
                 tests=(f"{TRAINS}[stage 1, sums-2]",),
             ),
-            M("return torch.cat(take_ranges(self.main, ranges)).float()", "return 2 * torch.cat(take_ranges(self.main, ranges)).float()"),
+            M(
+                "return torch.cat(take_ranges(self.main, ranges)).float()",
+                "return 2 * torch.cat(take_ranges(self.main, ranges)).float()",
+            ),
             M("(last - first) * dtype.itemsize / group.layout.size", "(last - first) * dtype.itemsize"),
             M(
                 'group.weights.count_full_refresh("weights were changed or differed")',

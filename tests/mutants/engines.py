@@ -22,7 +22,10 @@ SOURCES = (
             M("(self.due < due or self.holds_nonfinite)", "self.due < due"),
             M("self.due = max(self.due, due)", "self.due = due"),
             M("Due.TRAINED if due else Due.NOTHING, True", "Due.TRAINED, True"),
-            M("is_difference=Due.NOTHING < self.due < Due.FULL", "is_difference=Due.TRAINED < self.due < Due.FULL"),
+            M(
+                "is_difference=Due.NOTHING < self.due < Due.FULL",
+                "is_difference=Due.TRAINED < self.due < Due.FULL",
+            ),
             M("return self.trained == self._trainable() !=", "return self._trainable() !="),
             M("if flags.evaluates and sends_differences and", "if flags.evaluates and"),
             M("if is_large or (flags.edited and not sends_differences):", "if is_large:"),
@@ -31,7 +34,11 @@ SOURCES = (
             M("self.seen, self.loaded_row = Seen(), None", "self.seen = Seen()"),
             M("self.due, self.is_from_checkpoint = Due.NOTHING, False", "self.due = Due.NOTHING"),
             M("self.full_in_a_row + 1 if counts else 0", "self.full_in_a_row + 1", tests=(EDITS,)),
-            M("(self._nodes << 40)", "0", tests=(f"{CHECKPOINT}::test_other_ranks_resume_from_a_refresh_in_full_precision",)),
+            M(
+                "(self._nodes << 40)",
+                "0",
+                tests=(f"{CHECKPOINT}::test_other_ranks_resume_from_a_refresh_in_full_precision",),
+            ),
         ),
     ),
     Source(
@@ -60,7 +67,9 @@ SOURCES = (
     ),
     Source(
         "sdp4bit/engines/fsdp2/view.py",
-        ("tests/engines/fsdp2/test_optimizers.py::test_a_gradient_that_a_rank_keeps_of_an_empty_shard_sends_nothing",),
+        (
+            "tests/engines/fsdp2/test_optimizers.py::test_a_gradient_that_a_rank_keeps_of_an_empty_shard_sends_nothing",
+        ),
         (
             M(
                 "* (ranks - 1) < self.fsdp_param._orig_size[dim]",
@@ -90,7 +99,11 @@ SOURCES = (
                 "return not changes_weights(optimizer)",
                 tests=("tests/engines/fsdp2/test_optimizers.py",),
             ),
-            M("self._written >= expected", "bool(self._written)", tests=(f"{EDITS}::test_a_state_dict_that_is_kept_is_looked_at_once_per_forward", CHECKPOINT)),
+            M(
+                "self._written >= expected",
+                "bool(self._written)",
+                tests=(f"{EDITS}::test_a_state_dict_that_is_kept_is_looked_at_once_per_forward", CHECKPOINT),
+            ),
         ),
     ),
     Source(

@@ -13,6 +13,7 @@ UNIT_ALERTS = (
     f"{ALERTS}::test_a_measure_alerts_again_only_after_it_has_fallen_to_four_fifths",
     f"{ALERTS}::test_an_infinite_measure_alerts_and_nan_neither_alerts_nor_ends_an_alert",
     f"{ALERTS}::test_non_finite_groups_alert_above_their_number",
+    f"{ALERTS}::test_measures_alert_independently_of_each_other",
 )
 AUDIT = "tests/engines/fsdp2/test_audit.py"
 VOTES = (f"{AUDIT}::test_the_majority_of_ranks_is_right", f"{AUDIT}::test_no_majority_is_told_as_such")
@@ -27,7 +28,10 @@ SOURCES = (
         TOTALS,
         (
             M("norm * norm * (numel / exact.numel())", "norm * norm"),
-            M("error, norm = squares[:, 0:6:2], squares[:, 1:6:2]", "norm, error = squares[:, 0:6:2], squares[:, 1:6:2]"),
+            M(
+                "error, norm = squares[:, 0:6:2], squares[:, 1:6:2]",
+                "norm, error = squares[:, 0:6:2], squares[:, 1:6:2]",
+            ),
             M("for column in (0, 2, 4)]", "for column in (0, 2, 2)]"),
             M("self.is_on and step > 0 and step", "self.is_on and step"),
             M("return self._interval > 0", "return self._interval >= 0"),
@@ -38,7 +42,11 @@ SOURCES = (
                 "is_refreshed = sample_numel is not None",
                 tests=(REFRESH,),
             ),
-            M("torch.where(now.isnan(), self.squares", "torch.where(~now.isnan(), self.squares", tests=(REFRESH,)),
+            M(
+                "torch.where(now.isnan(), self.squares",
+                "torch.where(~now.isnan(), self.squares",
+                tests=(REFRESH,),
+            ),
             M("held.float() if group.awaits_refresh() else main", "held.float()", tests=(REFRESH,)),
             M("after = before + received if", "after = before - received if", tests=(REFRESH,)),
         ),
@@ -54,7 +62,10 @@ SOURCES = (
             M("if value > limit and", "if value >= limit and"),
             M("elif 0 <= value <= limit", "elif value <= limit"),
             M("self._above.add((at, column))", "pass"),
-            M("self._above.discard((at, column))", "self._above.clear()", survives="with one group and measure"),
+            M(
+                "self._above.discard((at, column))",
+                "self._above.clear()",
+            ),
             M(
                 "gradients=min(hops, key=",
                 "gradients=max(hops, key=",
@@ -82,13 +93,18 @@ SOURCES = (
     ),
     Source(
         "sdp4bit/observe/explain.py",
-        ("tests/engines/test_explain.py", "tests/collectives/test_levels.py::test_more_than_64_nodes_in_one_hop_get_a_note"),
+        (
+            "tests/engines/test_explain.py",
+            "tests/collectives/test_levels.py::test_more_than_64_nodes_in_one_hop_get_a_note",
+        ),
         (
             M("if nodes <= MOST_NODES_IN_ONE_HOP:", "if nodes < MOST_NODES_IN_ONE_HOP:"),
             M("key=lambda each: each + nodes // each", "key=lambda each: each"),
             M("each of {1 + len(more)}", "each of {len(more)}"),
-            M("total = sum((row.sent for row in rows), Traffic())\n    rows = rows if full else _merged(rows)",
-              "rows = rows if full else _merged(rows)\n    total = sum((row.sent for row in rows), Traffic())"),
+            M(
+                "total = sum((row.sent for row in rows), Traffic())\n    rows = rows if full else _merged(rows)",
+                "rows = rows if full else _merged(rows)\n    total = sum((row.sent for row in rows), Traffic())",
+            ),
             M(
                 "has_fewer = any(fine_bits(each) != each for each in bits)",
                 "has_fewer = False",
@@ -101,7 +117,10 @@ SOURCES = (
         (TIMING,),
         (
             M("tuple(max(step) for step", "tuple(min(step) for step"),
-            M("statistics.median(plain) / statistics.median(ours)", "statistics.median(ours) / statistics.median(plain)"),
+            M(
+                "statistics.median(plain) / statistics.median(ours)",
+                "statistics.median(ours) / statistics.median(plain)",
+            ),
             M("for is_quantized in (True, False):", "for is_quantized in (False, True):"),
         ),
     ),
@@ -113,7 +132,11 @@ SOURCES = (
             M("(count - 1)\n", "count\n"),
             M("squares += _squared(gradient)", "squares = _squared(gradient)"),
             M("            _set_random_state(state, device)", "            pass", tests=(NOISE,)),
-            M("    _restore(model, buffers)\n        _set_random_state(numbers", "    pass\n        _set_random_state(numbers", tests=(NOISE,)),
+            M(
+                "    _restore(model, buffers)\n        _set_random_state(numbers",
+                "    pass\n        _set_random_state(numbers",
+                tests=(NOISE,),
+            ),
         ),
     ),
     Source(
@@ -122,12 +145,19 @@ SOURCES = (
         (
             M("self.is_silent, self.silence = 0 < sent ==", "self.is_silent, self.silence = 0 <= sent =="),
             M("step = self.steps + int(self.step_pending)\n", "step = self.steps\n"),
-            M("sent = self.retired.collectives", "sent = 0", tests=(SILENCE, "tests/engines/ddp/test_hook.py")),
+            M(
+                "sent = self.retired.collectives",
+                "sent = 0",
+                tests=(SILENCE, "tests/engines/ddp/test_hook.py"),
+            ),
             M("(self.steps or self.step_pending) and not self.is_silent", "self.steps or self.step_pending"),
             M("c.current_step if self.step_pending else c.last_step", "c.last_step"),
             M("if steps and not self.is_silent else None", "if steps else None"),
-            M("for counter in group.counters), self.retired)", "for counter in group.counters), Traffic())",
-              tests=("tests/engines/ddp/test_hook.py",)),
+            M(
+                "for counter in group.counters), self.retired)",
+                "for counter in group.counters), Traffic())",
+                tests=("tests/engines/ddp/test_hook.py",),
+            ),
         ),
     ),
 )

@@ -38,18 +38,21 @@ GROUP = "blocks.0"
 # -- made-up measures ----------------------------------------------------------------------------------
 
 
-def alerts_of(values: Sequence[float], *, column: int, config: AlertConfig) -> list[Alert]:
-    """Return the alerts of a group whose measure with these squares takes these values, one per step."""
+def alerts_of(steps: Sequence[dict[int, float]], *, config: AlertConfig) -> list[Alert]:
+    """Return the alerts of a group in these steps.
+
+    Args:
+        steps: in each step the measures, by the column of their squares.
+    """
     view: Any = SimpleNamespace(name="a", ranks=(0,), process_group=None, device=torch.device("cpu"))
     group = Group(view, index=0, layout=Nodes(ranks=(0,), nodes=1, ranks_per_node=1))
     telemetry = Telemetry(TelemetryConfig(interval=1), ["a"])
     alerts = Alerts([group], config=config, telemetry=telemetry)
-    for step, value in enumerate(values, start=1):
+    for step, values in enumerate(steps, start=1):
         squares = torch.full((1, SQUARES), math.nan, dtype=torch.float64)
-        if column == 6:
-            squares[0, column] = value
-        else:  # the error's square and the norm's
-            squares[0, column : column + 2] = torch.tensor([value**2, 1.0])
+        for column, value in values.items():
+            # The error's square and the norm's, or a number.
+            squares[0, column : column + 2] = torch.tensor([value] if column == 6 else [value**2, 1.0])
         telemetry.publish(squares, step=step)
         alerts.at_step_boundary(step)
     return alerts.all()
@@ -66,7 +69,7 @@ def test_a_measure_alerts_again_only_after_it_has_fallen_to_four_fifths(
     column: int, measure: str, limit: float
 ) -> None:
     values = [limit * each for each in (1.0, 1.1, 1.2, 0.9, 1.1, 0.81, 1.1, 0.79, 1.0, 1.3)]
-    found = alerts_of(values, column=column, config=ERRORS)
+    found = alerts_of([{column: value} for value in values], config=ERRORS)
     assert [(alert.step, alert.measure, alert.threshold) for alert in found] == [
         (2, measure, limit),
         (10, measure, limit),
@@ -75,17 +78,27 @@ def test_a_measure_alerts_again_only_after_it_has_fallen_to_four_fifths(
 
 
 def test_an_infinite_measure_alerts_and_nan_neither_alerts_nor_ends_an_alert() -> None:
-    found = alerts_of([math.inf, math.nan, math.inf, 0.0, math.inf], column=0, config=ERRORS)
+    values = (math.inf, math.nan, math.inf, 0.0, math.inf)
+    found = alerts_of([{0: value} for value in values], config=ERRORS)
     assert [(alert.step, alert.value) for alert in found] == [(1, math.inf), (5, math.inf)]
 
 
 def test_non_finite_groups_alert_above_their_number() -> None:
-    found = alerts_of([2, 3, 3, 0, 4], column=6, config=ERRORS)
+    found = alerts_of([{6: value} for value in (2, 3, 3, 0, 4)], config=ERRORS)
     assert [(alert.step, alert.measure, alert.value) for alert in found] == [
         (2, "nonfinite_groups", 3),
         (5, "nonfinite_groups", 4),
     ]
-    assert not alerts_of([5.0], column=6, config=replace(ERRORS, nonfinite_groups=None))
+    assert not alerts_of([{6: 5.0}], config=replace(ERRORS, nonfinite_groups=None))
+
+
+def test_measures_alert_independently_of_each_other() -> None:
+    found = alerts_of([{0: 1.0, 2: 1.0}, {0: 1.0, 2: 0.0}, {0: 1.0, 2: 1.0}], config=ERRORS)
+    assert [(alert.step, alert.measure) for alert in found] == [
+        (1, "gradient_error"),
+        (1, "weight_error"),
+        (3, "weight_error"),
+    ]
 
 
 # -- in training ---------------------------------------------------------------------------------------

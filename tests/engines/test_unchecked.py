@@ -17,7 +17,14 @@ import pytest
 
 from sdp4bit.quantization import ops
 from tests.engines.ddp import test_hook
-from tests.engines.fsdp2 import test_checkpoint, test_edits, test_exactness, test_hybrid, test_load, test_sections
+from tests.engines.fsdp2 import (
+    test_checkpoint,
+    test_edits,
+    test_exactness,
+    test_hybrid,
+    test_load,
+    test_sections,
+)
 from tests.ranks import run_ranks
 
 pytest.importorskip("numba", reason="needs numba")
@@ -47,7 +54,9 @@ SLOW = {
         test
         for module in MODULES
         for test in vars(module).values()
-        if hasattr(test, "in_rank") and test.ranks == ranks and {*inspect.signature(test).parameters} <= {"tmp_path"}
+        if hasattr(test, "in_rank")
+        and test.ranks == ranks
+        and {*inspect.signature(test).parameters} <= {"tmp_path"}
     ]
     for ranks in (2, 4)
 }
