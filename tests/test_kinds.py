@@ -1,4 +1,4 @@
-"""A unit test cannot start a process, and every test runs somewhere: by a part, or with what it needs.
+"""A unit test cannot start a process, and every test runs somewhere, in a part or with its packages.
 
 Layer: files.
 """
@@ -151,5 +151,7 @@ def test_every_test_that_skips_somewhere_runs_elsewhere() -> None:
     for name, places in SKIPS.items():
         assert {*places} <= {*PLACES}, name
     for place, command in PLACES.items():
-        assert place.startswith("by hand: ") or command in CI and (place == "root" or command in NIGHT), place
+        assert place.startswith("by hand: ") or (command in CI and (place == "root" or command in NIGHT)), (
+            place
+        )
         assert any(place in places for places in SKIPS.values()), place

@@ -1,4 +1,4 @@
-"""Every fault of `tests/mutants` is noticed by a test, unless the list says why none can.
+"""Every fault of `tests/mutants` is noticed by a test, unless the list has a reason why none can.
 
 Layer: no process for the lists; a process for each file of source, and ranks over gloo.
 """

@@ -16,7 +16,7 @@ def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
     """Return at most eight evenly spaced ranges of a shard with about `sample_numel` values.
 
     Args:
-        unit: size of a quantization group. Ranges consist of complete groups, unless the only one is the shard.
+        unit: size of a quantization group. Ranges have complete groups, unless the only one is the shard.
     """
     if numel <= max(sample_numel, unit):
         return [(0, numel)]

@@ -102,8 +102,8 @@ SOURCES = (
             M("key=lambda each: each + nodes // each", "key=lambda each: each"),
             M("each of {1 + len(more)}", "each of {len(more)}"),
             M(
-                "total = sum((row.sent for row in rows), Traffic())\n    rows = rows if full else _merged(rows)",
-                "rows = rows if full else _merged(rows)\n    total = sum((row.sent for row in rows), Traffic())",
+                "total = sum((row.sent for row in rows), Traffic())\n    rows = rows if full",
+                "rows = rows[1:]\n    total = sum((row.sent for row in rows), Traffic())\n    rows = rows if full",
             ),
             M(
                 "has_fewer = any(fine_bits(each) != each for each in bits)",
@@ -114,7 +114,10 @@ SOURCES = (
     ),
     Source(
         "sdp4bit/observe/timing.py",
-        (TIMING,),
+        (
+            f"{TIMING}::test_medians_the_ratio_and_its_spread",
+            f"{TIMING}::test_blocks_take_turns_and_all_ranks_are_told_the_slowest_rank_s_time",
+        ),
         (
             M("tuple(max(step) for step", "tuple(min(step) for step"),
             M(

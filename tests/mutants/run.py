@@ -112,7 +112,7 @@ def verdict(mutant: Mutant, code: int, output: str) -> tuple[bool, str]:
 
 
 def check(source: Source, folder: Path) -> list[str]:
-    """Run the tests of a file without and with each of its mutants; return what is not as listed."""
+    """Run the tests of a file without and with each of its mutants; return the differences from the list."""
     path = folder / source.file
     text, wrong = path.read_text(), list[str]()
     for tests in dict.fromkeys(mutant.tests or source.tests for mutant in source.mutants):
