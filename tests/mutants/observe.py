@@ -103,7 +103,7 @@ SOURCES = (
             M("each of {1 + len(more)}", "each of {len(more)}"),
             M(
                 "total = sum((row.sent for row in rows), Traffic())\n    rows = rows if full",
-                "rows = rows[1:]\n    total = sum((row.sent for row in rows), Traffic())\n    rows = rows if full",
+                "total = sum((row.sent for row in rows[1:]), Traffic())\n    rows = rows if full",
             ),
             M(
                 "has_fewer = any(fine_bits(each) != each for each in bits)",
