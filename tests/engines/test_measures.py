@@ -75,10 +75,14 @@ def test_totals_weigh_groups_by_their_squares_and_leave_out_what_is_not_finite()
 def test_squares_of_a_sample_are_those_of_the_row() -> None:
     """Totals weigh groups by their size, whatever part of each was sampled."""
     exact, received = torch.tensor([3.0, 0.0, 4.0, 0.0]), torch.tensor([3.0, 1.0, 4.0, 2.0])
-    for numel, expected in ((4, [5.0, 25.0]), (12, [15.0, 75.0])):
-        assert squared_norms(received, exact, numel=numel) == pytest.approx(expected)
-    small = squared_norms(received.double() * 1e-30, exact.double() * 1e-30, numel=4)
-    assert small == pytest.approx([5e-60, 25e-60], abs=0.0)
+    small = received.double() * 1e-30, exact.double() * 1e-30
+    for values, numel, expected in (
+        ((received, exact), 4, [5.0, 25.0]),
+        ((received, exact), 12, [15.0, 75.0]),
+        (small, 4, [5e-60, 25e-60]),
+    ):
+        found = [each.item() for each in squared_norms(*values, numel=numel)]
+        assert found == pytest.approx(expected, abs=0.0)
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ PROPERTIES = "tests/collectives/test_properties.py"
 ALL_REDUCE = "tests/collectives/test_all_reduce.py"
 APART = f"{ALL_REDUCE}::test_dither_is_taken_off_whatever_numbers_the_ranks_have"
 MEASURES = "tests/engines/test_measures.py"
+BETWEEN = f"{MEASURES}::test_a_gradient_between_two_measured_steps_that_is_not_finite_is_counted"
 EXACT = (
     "tests/engines/fsdp2/test_exactness.py::test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit"
 )
@@ -70,7 +71,7 @@ SOURCES = (
     ),
     Source(
         "sdp4bit/collectives/reduce_scatter.py",
-        (PROPERTIES, ALL_REDUCE),
+        (f"{PROPERTIES}::test_every_rank_gets_the_sum_that_the_definition_gives",),
         (
             M("rank -= own * hop.apart * self._rank_step", "rank -= own * hop.apart", tests=(APART,)),
             M(
@@ -93,13 +94,13 @@ SOURCES = (
             M(
                 "return (exponents == _EXPONENT).sum()",
                 "return (exponents > _EXPONENT).sum()",
-                tests=(MEASURES,),
+                tests=(f"{MEASURES}::test_what_is_not_finite_is_counted_by_groups_or_by_values",),
             ),
         ),
     ),
     Source(
         "sdp4bit/collectives/all_reduce.py",
-        (f"{PROPERTIES}::test_all_ranks_get_the_sum_of_tensors_that_the_definition_gives", ALL_REDUCE),
+        (f"{PROPERTIES}::test_all_ranks_get_the_sum_of_tensors_that_the_definition_gives",),
         (
             M("rank = self._ranks[row % self.count]", "rank = self._ranks[row]"),
             M(
@@ -123,13 +124,11 @@ SOURCES = (
                 "self.all_reduces += 0",
                 tests=("tests/engines/test_rounding_keys.py",),
             ),
-            M("self.sample = self.nonfinite_groups = None", "self.sample = None", tests=(MEASURES,)),
+            M("self.sample = self.nonfinite_groups = None", "self.sample = None", tests=(BETWEEN,)),
             M(
                 "is_measured = sample_numel is not None or self.counts_nonfinite",
                 "is_measured = sample_numel is not None",
-                tests=(
-                    f"{MEASURES}::test_a_gradient_between_two_measured_steps_that_is_not_finite_is_counted",
-                ),
+                tests=(BETWEEN,),
             ),
             M(
                 "or not numel or not self.progress.counts_steps:",
@@ -142,7 +141,9 @@ SOURCES = (
             M(
                 "self.count_plain_all_reduce(round(2 * values.nbytes / self._replicas))",
                 "self.count_plain_all_reduce(round(values.nbytes / self._replicas))",
-                tests=("tests/engines/fsdp2/test_hybrid.py", "tests/engines/ddp/test_hook.py"),
+                tests=(
+                    "tests/engines/ddp/test_hook.py::test_full_precision_equals_plain_ddp_and_is_reported",
+                ),
             ),
         ),
     ),
@@ -156,7 +157,9 @@ SOURCES = (
             M(
                 'self.is_changed, self.full_reason = False, ""',
                 "self.is_changed = False",
-                tests=("tests/megatron/test_lifecycle.py",),
+                tests=(
+                    "tests/megatron/test_lifecycle.py::test_an_exception_in_a_refresh_leaves_equal_replicas",
+                ),
             ),
         ),
     ),

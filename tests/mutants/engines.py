@@ -4,6 +4,7 @@ from tests.mutants import M, Source
 
 FRESH = "tests/engines/fsdp2/test_freshness.py"
 CHECKPOINT = "tests/engines/fsdp2/test_checkpoint.py"
+RESUME = f"{CHECKPOINT}::test_a_resumed_run_continues_bit_for_bit"
 LOAD = "tests/engines/fsdp2/test_load.py"
 EDITS = "tests/engines/fsdp2/test_edits.py"
 SIZES = f"{EDITS}::test_edits_are_sent_by_their_size_and_steps_hold_them"
@@ -33,7 +34,7 @@ SOURCES = (
             M("is_refused = flags.misfit and self.is_from_checkpoint", "is_refused = flags.misfit"),
             M("self.seen, self.loaded_row = Seen(), None", "self.seen = Seen()"),
             M("self.due, self.is_from_checkpoint = Due.NOTHING, False", "self.due = Due.NOTHING"),
-            M("self.full_in_a_row + 1 if counts else 0", "self.full_in_a_row + 1", tests=(EDITS,)),
+            M("self.full_in_a_row + 1 if counts else 0", "self.full_in_a_row + 1"),
             M(
                 "(self._nodes << 40)",
                 "0",
@@ -49,20 +50,24 @@ SOURCES = (
             M(
                 "row, due = group.view.gathered_shard(), frozenset()",
                 "row = group.view.gathered_shard()",
-                tests=(CHECKPOINT,),
+                tests=(RESUME,),
                 survives="due_params() is empty if full precision is due",
             ),
             M(
                 '"steps": state.steps + int(state.step_pending)',
                 '"steps": state.steps',
-                tests=(f"{CHECKPOINT}::test_a_resumed_run_continues_bit_for_bit", CHECKPOINT),
+                tests=(RESUME,),
             ),
             M(
                 "group.gradients.all_reduces, _ = values[0]",
                 "_, _ = values[0]",
                 tests=("tests/engines/fsdp2/test_hybrid.py::test_accumulation_clipping_and_resume",),
             ),
-            M("state.forget_events()", "pass", tests=(CHECKPOINT,)),
+            M(
+                "state.forget_events()",
+                "pass",
+                tests=(f"{CHECKPOINT}::test_a_run_that_goes_back_in_its_own_process_repeats_itself",),
+            ),
         ),
     ),
     Source(
@@ -85,7 +90,11 @@ SOURCES = (
                 "members = [group.layout.ranks.index(rank) for rank in ranks] or None",
                 "members = None",
             ),
-            M("if not (is_backward and replica.rows is not None):", "if True:", tests=(USERS,)),
+            M(
+                "if not (is_backward and replica.rows is not None):",
+                "if True:",
+                tests=(f"{USERS}::test_groups_of_every_kind_train_as_with_plain_fsdp2",),
+            ),
         ),
     ),
     Source(
@@ -93,16 +102,27 @@ SOURCES = (
         (SIZES,),
         (
             M("FULL_REFRESHES_IN_A_ROW = 3", "FULL_REFRESHES_IN_A_ROW = 4"),
-            M("if changed and reduced:", "if changed:", tests=("tests/engines/fsdp2/test_bytes.py",)),
+            M(
+                "if changed and reduced:",
+                "if changed:",
+                tests=(
+                    "tests/engines/fsdp2/test_bytes.py::test_a_step_is_an_optimizer_step_however_often_gradients_are_reduced",
+                ),
+            ),
             M(
                 "return not (self.is_reduced or changes_weights(optimizer))",
                 "return not changes_weights(optimizer)",
-                tests=("tests/engines/fsdp2/test_optimizers.py",),
+                tests=(
+                    "tests/engines/fsdp2/test_optimizers.py::test_a_save_with_an_optimizer_without_state_changes_nothing_and_resumes_bit_for_bit",
+                ),
             ),
             M(
                 "self._written >= expected",
                 "bool(self._written)",
-                tests=(f"{EDITS}::test_a_state_dict_that_is_kept_is_looked_at_once_per_forward", CHECKPOINT),
+                tests=(
+                    f"{EDITS}::test_a_state_dict_that_is_kept_is_looked_at_once_per_forward",
+                    f"{CHECKPOINT}::test_loads_that_bypass_the_handle_lead_to_a_refresh_in_full_precision",
+                ),
             ),
         ),
     ),
@@ -131,7 +151,11 @@ SOURCES = (
             M("number=state.steps,", "number=0,"),
             M("bucket=index,\n", "bucket=0,\n"),
             M("return self._state.steps + int(self._state.step_pending)", "return self._state.steps"),
-            M("values.mul_(1.0 / size) if is_dense", "values if is_dense", tests=(DDP,)),
+            M(
+                "values.mul_(1.0 / size) if is_dense",
+                "values if is_dense",
+                tests=(f"{DDP}::test_full_precision_equals_plain_ddp_and_is_reported",),
+            ),
         ),
     ),
 )

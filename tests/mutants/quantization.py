@@ -120,7 +120,9 @@ SOURCES = (
             M(
                 "getattr(self, f.name) - getattr(other, f.name)",
                 "getattr(self, f.name)",
-                tests=("tests/engines/test_gradient_noise.py",),
+                tests=(
+                    "tests/engines/test_gradient_noise.py::test_training_continues_as_without_measurements",
+                ),
             ),
             M("if self.plain_inter_bytes or self.inter_bytes:", "if self.inter_bytes:"),
             M('return float("inf") if plain else 1.0', "return 1.0"),

@@ -78,7 +78,9 @@ def _in_copy(folder: Path, tests: Sequence[str], output: Path) -> None:
         del sys.modules[name]
     ranks = importlib.import_module("tests.ranks")
     ranks.copies = lambda modules: multiprocessing.get_context("fork")
-    options = ["-q", "-x", "--tb=short", "--timeout", str(LIMIT), "-m", "slow or not slow"]
+    options = ["-q", "-x", "--tb=short", "--timeout", str(LIMIT)]
+    if all("::" in test for test in tests):  # a slow test runs if it is named
+        options += ["-m", "slow or not slow"]
     for plugin in ("cacheprovider", "xdist", "anyio"):
         options += ["-p", f"no:{plugin}"]
     code = pytest.main([*options, *tests])

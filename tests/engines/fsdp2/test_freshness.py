@@ -435,6 +435,16 @@ def test_a_refresh_of_the_trained_part_does_not_hide_an_edit_of_the_frozen_one()
         assert is_on_host.called
 
 
+def test_refreshes_in_full_precision_are_counted_in_a_row() -> None:
+    ranks = Ranks()
+    ranks.view.module.training = True
+    ranks.gather()  # the first one does not count
+    for act, expected in ((resync, 1), (resync, 2), (step, 0), (resync, 1)):
+        act(ranks)
+        ranks.gather()
+        assert [fresh.full_in_a_row for fresh in ranks.all] == [expected] * 2
+
+
 def test_the_documentation_lists_the_levels() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     section = page.partition("\n### Levels of a refresh\n")[2].partition("\n#")[0]
