@@ -82,7 +82,7 @@ def test_squares_of_a_sample_are_those_of_the_row() -> None:
         (small, 4, [5e-60, 25e-60]),
     ):
         found = [each.item() for each in squared_norms(*values, numel=numel)]
-        assert found == pytest.approx(expected, abs=0.0)
+        assert found == pytest.approx(expected, rel=1e-9, abs=0.0)
 
 
 @on_ranks(2)
