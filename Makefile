@@ -23,13 +23,14 @@ CORE += tests/engines/fsdp2/test_exactness.py::test_two_ranks_with_the_identity_
 CORE += tests/engines/fsdp2/test_checkpoint.py::test_a_resumed_run_continues_bit_for_bit
 
 # The slow tests, in parts of about 10 minutes on two cores: folders and files of tests/. Two folders are divided by the
-# first letter of their files. Mutations are tests of one file that share nothing, so workers divide them.
+# first letter of their files. Mutations and mutants are tests of one file that share nothing, so workers divide them.
 SLOW_kernels := kernels
 SLOW_collectives := collectives quantization
 SLOW_fsdp2 := engines/fsdp2/test_[!s]*.py
 SLOW_switches := engines/fsdp2/test_s*.py
-SLOW_engines := engines/ddp engines/test_[!s]*.py
+SLOW_engines := engines/ddp engines/test_[!su]*.py
 SLOW_streams := engines/test_s*.py
+SLOW_unchecked := engines/test_u*.py
 SLOW_megatron := megatron
 SLOW_launch := lab/common lab/selftest
 SLOW_pretrain := lab/pretrain
@@ -37,6 +38,7 @@ SLOW_compare := lab/compare lab/plan lab/report
 SLOW_benchmarks := lab/benchmarks
 SLOW_packages := lab/test_newest_packages.py test_docs.py test_package.py test_properties_config.py
 SLOW_mutations := test_mutations.py
+SLOW_mutants := test_mutants.py
 SLOW_users := lab/test_examples.py lab/test_user_path.py
 PARTS := $(patsubst SLOW_%,%,$(filter SLOW_%,$(.VARIABLES)))
 
@@ -59,6 +61,7 @@ UNRESOLVED += addict axolotl colorama flashoptim megatron-fsdp nemo-automodel to
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo docs dist test test-core test-unit test-slow test-megatron test-deepspeed test-ecosystem
+.PHONY: test-deepspeed-mutants
 .PHONY: gpu-report test-torch test-pytorch check format clean
 
 help: ## list the targets
@@ -95,13 +98,16 @@ test-unit: $(STAMP) ## run the tests that start no process
 
 test-slow: $(STAMP) ## run the tests marked slow, or a part of them: PART=fsdp2
 	@test -n '$(if $(PART),$(SLOW_$(PART)),all)' || { echo 'no such part; there are: $(sort $(PARTS))'; exit 2; }
-	$(BIN)/python $(PYTEST) -m slow $(addprefix tests/,$(SLOW_$(PART))) $(if $(filter mutations megatron,$(PART)),--dist load)
+	$(BIN)/python $(PYTEST) -m slow $(addprefix tests/,$(SLOW_$(PART))) $(if $(filter mutations mutants megatron unchecked,$(PART)),--dist load)
 
 test-megatron: $(STAMP) ## run the tests of the adapter of Megatron-Core
 	$(BIN)/python $(PYTEST) tests/megatron
 
 test-deepspeed: $(ECOSYSTEM)/.installed ## run the tests of the adapter of DeepSpeed
 	$(ECOSYSTEM)/bin/python -m pytest -q tests/deepspeed
+
+test-deepspeed-mutants: $(ECOSYSTEM)/.installed ## run the mutants that the tests of the adapter of DeepSpeed notice
+	$(ECOSYSTEM)/bin/python -m tests.mutants.run tests/deepspeed
 
 test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests with other packages: trainers, launchers, torchao
 	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem tests/engines/test_events.py
@@ -133,7 +139,6 @@ $(OTHER)/.installed: pyproject.toml constraints.txt $(OTHER_PINS)
 	touch $@
 
 test-pytorch: $(STAMP) ## run PyTorch's own FSDP2 tests, of the checkout PYTORCH, plain and attached
-	$(PIP_INSTALL) expecttest==0.3.0
 	$(BIN)/python -m tests.engines.fsdp2.pytorch_fsdp $(PYTORCH)
 
 check: $(STAMP) ## lint code and prose, check the format, the order of imports and the types

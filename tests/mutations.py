@@ -25,7 +25,7 @@ from sdp4bit.engines.fsdp2.hooks import ReduceScatterHook, ReplicateGroup
 from sdp4bit.quantization import ops
 
 Fired = list[str]
-"""An entry for every call that was broken."""
+"""An entry for every call that was broken; whoever breaks communication checks that there is one."""
 
 
 # -- gradients ----------------------------------------------------------------------------------------
@@ -257,10 +257,10 @@ def groups_released() -> Iterator[None]:
 
 
 def attempt(name: str, check: Callable[[], object]) -> bool:
-    """Return whether a check of a claim fails with a mutation."""
-    with broken(name):
+    """Return whether a check of a claim fails with a mutation, and not for another reason."""
+    with broken(name) as fired:
         try:
             check()
         except AssertionError:
-            return True
+            return bool(fired)
     return False

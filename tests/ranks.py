@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ForkServer
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -55,6 +56,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 240.0,
     backend: ops.BackendName = "reference",
+    checked: bool = True,
 ) -> list[Any]:
     """Call function(*args) in world_size processes joined by gloo; return each rank's result.
 
@@ -64,6 +66,7 @@ def run_ranks(
     Args:
         function: a module-level function.
         backend: the back end of the operators, by default the reference, which needs no compilation.
+        checked: whether collectives call the operators that check their arguments. In training they do not.
     """
     sys.audit(STARTED, function)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -77,7 +80,7 @@ def run_ranks(
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_run_rank,
-                args=(sender, folder, rank, world_size, timeout, backend, before, function, args),
+                args=(sender, folder, rank, world_size, timeout, backend, checked, before, function, args),
                 daemon=True,
             )
             process.start()
@@ -105,6 +108,7 @@ def on_ranks(
         def test(*args: Any, **kwargs: Any) -> None:
             run_ranks(test, world_size, *signature.bind(*args, **kwargs).args, timeout=timeout)
 
+        test.ranks = world_size  # type: ignore[attr-defined]
         test.in_rank = function  # type: ignore[attr-defined]  # by which conftest.py knows that it is gloo
         return test
 
@@ -176,6 +180,7 @@ def _run_rank(
     world_size: int,
     timeout: float,
     backend: ops.BackendName,
+    checked: bool,
     before: list[Callable[[], None]],
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -192,7 +197,7 @@ def _run_rank(
         )
         for each in before:
             each()
-        with ops.checked(), ops.use_backend(backend):
+        with patch.object(ops, "_is_checked", checked), ops.use_backend(backend):
             result = getattr(function, "in_rank", function)(*args)
         dist.barrier()
         dist.destroy_process_group()

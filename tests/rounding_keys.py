@@ -18,11 +18,14 @@ Key = tuple[int, int, int, int]
 
 
 @contextmanager
-def drawn_keys() -> Iterator[list[Key]]:
+def drawn_keys(*, expected: bool = True) -> Iterator[list[Key]]:
     """Collect the keys with which this process rounds values that it sends.
 
     A key is that of a stream, with its first element and, because senders of dither share a stream, the
     sender.
+
+    Args:
+        expected: whether any key must be drawn, or none may be.
     """
     keys: list[Key] = []
     of_part, quantize = QuantizedReduceScatter._rounding_key, PieceQuantizer.quantize
@@ -45,6 +48,7 @@ def drawn_keys() -> Iterator[list[Key]]:
         mock.patch.object(PieceQuantizer, "quantize", pieces),
     ):
         yield keys
+    assert bool(keys) == expected, f"{len(keys)} keys were drawn"
 
 
 def check_unique(keys: Sequence[Key], *, at_least: int) -> None:

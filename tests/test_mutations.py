@@ -37,7 +37,17 @@ def test_every_claim_is_marked(file: str) -> None:
 
 def assert_no_mutation_survives(file: str) -> None:
     """Break the communication of every claim in the file in every way."""
-    options = ["-q", "--mutations", "-m", "slow or not slow", "--timeout", "1500", "-p", "no:cacheprovider"]
+    options = [
+        "-q",
+        "-rs",
+        "--mutations",
+        "-m",
+        "slow or not slow",
+        "--timeout",
+        "1500",
+        "-p",
+        "no:cacheprovider",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, file],
         cwd=ROOT,
@@ -46,7 +56,8 @@ def assert_no_mutation_survives(file: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout or " skipped" in done.stdout, done.stdout
+    # All claims of a file may be for a newer torch, whose tests run this test, too.
+    assert " passed" in done.stdout or ": since torch " in done.stdout, done.stdout
 
 
 @pytest.mark.gloo

@@ -270,7 +270,7 @@ class Run:
         local = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
         size = sum(part.detach().double().abs().sum().item() for part in local)
         result = Result([*self.losses, self.evaluate(), size], self.gradients)
-        if self.comm is not None:
+        if self.comm is not None and any(group.weights.replica is not None for group in self.comm.groups):
             assert_replicas_identical(self.comm)
         return result
 
@@ -369,7 +369,10 @@ def assert_variants_equal(
 
 
 def assert_replicas_identical(comm: Any) -> None:
-    """Every rank that holds the same rows of the same parameter group holds the same bits."""
+    """Every rank that holds the same rows of the same parameter group holds the same bits.
+
+    There must be such ranks: at least one other has rows of this rank.
+    """
     mine = {}
     for group in comm.groups:
         if group.weights.replica is not None:
@@ -382,6 +385,8 @@ def assert_replicas_identical(comm: Any) -> None:
             mine[layout.ranks, group.view.name, part] = group.weights.replica.rows.view(torch.uint8)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
+    del gathered[dist.get_rank()]
+    assert mine and any(mine.keys() & other.keys() for other in gathered), "no other rank has these rows"
     for other in gathered:
         for key in mine.keys() & other.keys():
             assert torch.equal(mine[key], other[key]), key

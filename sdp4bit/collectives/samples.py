@@ -16,7 +16,7 @@ def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
     """Return at most eight evenly spaced ranges of a shard with about `sample_numel` values.
 
     Args:
-        unit: size of a quantization group. Ranges consist of complete groups, except for the shard's last.
+        unit: size of a quantization group. Ranges have complete groups, unless the only one is the shard.
     """
     if numel <= max(sample_numel, unit):
         return [(0, numel)]
@@ -24,7 +24,7 @@ def sample_ranges(numel: int, *, sample_numel: int, unit: int) -> list[Range]:
     length = max(1, sample_numel // (_PIECES * unit))
     count = min(_PIECES, max(1, sample_numel // (length * unit)), units // length)
     starts = [(index * units // count) * unit for index in range(count)]
-    return [(start, min(start + length * unit, numel)) for start in starts]
+    return [(start, start + length * unit) for start in starts]
 
 
 def sample_of(values: Tensor, ranges: Sequence[Range]) -> Tensor:

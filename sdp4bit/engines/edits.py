@@ -23,4 +23,5 @@ def is_large_change(squares: Tensor) -> Tensor:
         squares: [n, 2], per group the sum of `change_squares` over its ranks.
     """
     change, size = squares.unbind(-1)
-    return ~(change <= LARGEST_SMALL_EDIT**2 * size)
+    # An infinite change is not larger than a part of infinite weights.
+    return ~((change <= LARGEST_SMALL_EDIT**2 * size) & change.isfinite())

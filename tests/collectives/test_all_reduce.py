@@ -253,20 +253,24 @@ def test_pieces_of_all_ranks_are_restored_in_one_launch_per_section(ranks: int) 
             assert series.key(piece) == RoundingKey(*derive_keys(1, stream), dither=True)
 
 
-def reduce_with_numbers_apart() -> Tensor:
-    all_reduce, _ = all_reduce_of(2, 2, DITHERED, ranks=range(5, 17, 3))
+def reduce_with_numbers_apart(nodes: int, per_node: int) -> Tensor:
+    all_reduce, _ = all_reduce_of(nodes, per_node, DITHERED, ranks=range(5, 17, 3))
     values = values_of(dist.get_rank(), 4096)
     all_reduce(values, call=0)
     return values
 
 
 @pytest.mark.gloo
-def test_dither_is_taken_off_whatever_numbers_the_ranks_have() -> None:
-    """As under HSDP, where replicas of a shard are as far apart in number as there are shards."""
-    first, *others = run_ranks(reduce_with_numbers_apart, 4)
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (1, 4)])
+def test_dither_is_taken_off_whatever_numbers_the_ranks_have(nodes: int, per_node: int) -> None:
+    """As under HSDP, where replicas of a shard are as far apart in number as there are shards.
+
+    Between two nodes, steps of 4 bits hide dither of 8 bits that a reduction inside a node leaves.
+    """
+    first, *others = run_ranks(reduce_with_numbers_apart, 4, nodes, per_node)
     assert all(torch.equal(first, other) for other in others)
     inputs = torch.stack([values_of(rank, 4096) for rank in range(4)])
-    bound = bounds.all_reduce(inputs.view(2, 2, -1), config=DITHERED)
+    bound = bounds.all_reduce(inputs.view(nodes, per_node, -1), config=DITHERED)
     # Half a step per quantization: with the bits of another key errors are up to one and a half.
     slack = 4 * 2**-22 * inputs.double().abs().sum(0)
     assert ((first - inputs.double().sum(0)).abs() <= bound * (1 + 2**-7) + slack).all()

@@ -36,6 +36,7 @@ OFF = SDP4BitConfig(weights=None, gradients=None)
 QUANTIZED = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
 OPTIONS: dict[str, dict[str, Any]] = {
     "stage 1": {"zero_optimization": {"stage": 1}},
+    "stage 1, sums": {"zero_optimization": {"stage": 1}, "gradient_allreduce_op": "sum"},
     "stage 2": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
     "stage 2, fp32": {
         "zero_optimization": {"stage": 2},
@@ -93,7 +94,7 @@ def train(name: str, config: Any, folder: Path, start: Path | None = None) -> di
     batches = torch.randn(MICRO_BATCHES, 8, 61, generator=data).to(engine.module.unused.dtype)
     batches = batches.repeat(STEPS, 1, 1)
     found: dict[str, Any] = {"losses": [], "norms": []}
-    with count_sent_bytes() as sent, drawn_keys() as keys:
+    with count_sent_bytes() as sent, drawn_keys(expected=config not in (None, OFF)) as keys:
         for batch in batches[engine.global_steps * MICRO_BATCHES :]:
             loss = (engine(batch) - batch.flip(1)).float().square().mean()
             engine.backward(loss)
@@ -109,7 +110,7 @@ def train(name: str, config: Any, folder: Path, start: Path | None = None) -> di
     found["weights"] = [p.detach().float().flatten().tolist() for p in engine.module.parameters()]
     found["main"] = [main.tolist() for main in engine.optimizer.single_partition_of_fp32_groups]
     if comm:
-        found["stats"] = comm.stats()
+        found["stats"] = {**comm.stats(), **comm.measure()}
         assert comm.audit()
         comm.remove()
         assert not {"step", "average_tensor", "state_dict"} & vars(engine.optimizer).keys()
@@ -163,6 +164,8 @@ def test_without_quantizers_a_run_equals_plain_and_with_them_it_is_close(
             assert found["resumed"][what] == quantized[what][last], what
         assert quantized["losses"] != plain["losses"]
         assert quantized["losses"] == pytest.approx(plain["losses"], rel=0.01)
+        # The norm is clipped before the optimizer, which hides the scale of gradients, too.
+        assert quantized["norms"] == pytest.approx(plain["norms"], rel=0.1)
         assert found["from plain"]["losses"] == pytest.approx(plain["losses"][-6:], rel=0.01)
         assert plain["losses"][-1] < 0.95 * plain["losses"][1]
         # The first parameter has no gradient, and must not get the noise of a quantized zero.
@@ -177,6 +180,12 @@ def test_without_quantizers_a_run_equals_plain_and_with_them_it_is_close(
                 numel * (2 + gradient_bytes)
             )
             assert sum(quantized["sent"].values()) == stats["total"]["inter_bytes"]
+            # Full precision counts the parameters with a gradient, without padding.
+            off = found["off"]["stats"]
+            assert off["last_step"]["inter_bytes"] == pytest.approx(numel * (2 + gradient_bytes), rel=0.02)
+            assert off["compression_ratio"] == off["total_compression_ratio"] == 1
+        # The distance of fp32 weights from a replica in 16 bits whose differences have 4 bits.
+        assert 0 < stats["weight_drift"] < 0.01 and stats["pending"] == 0
 
 
 @on_ranks(2)
@@ -204,7 +213,9 @@ def test_refusals() -> None:
         parameter.data += dist.get_rank()
     with pytest.raises(ReplicaMismatchError):
         comm.audit()
-    comm.resync()
+    for number in range(2):
+        comm.resync()
+        assert comm.stats()["full_refreshes"] == number * len(comm.groups)  # the first one does not count
     assert comm.audit()
 
 

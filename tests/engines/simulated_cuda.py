@@ -346,6 +346,7 @@ def simulate(
 
     Args:
         sees_operators: whether faults are looked for, and not only collectives noted, which is faster.
+            Collectives must be noted inside the block, as otherwise nothing was simulated.
         left_out: one of `Simulator.ordering`; the call does nothing.
     """
     _register()
@@ -395,3 +396,4 @@ def simulate(
         if sees_operators:
             stack.enter_context(_Operators())
         yield running()
+        assert running().collectives, "no collective ran on the simulated device"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig, WeightConfig
 from sdp4bit.collectives.reduce_scatter import count_nonfinite, upper_halves
-from sdp4bit.observe.measures import Telemetry, sample_ranges, total_measures
+from sdp4bit.observe.measures import Telemetry, sample_ranges, squared_norms, total_measures
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.layout import message_layout
 from tests.ranks import on_ranks, run_ranks
@@ -31,7 +31,8 @@ def test_a_sample_is_of_whole_groups_and_about_as_long_as_asked_for():
     ):
         ranges = sample_ranges(numel, sample_numel=sample, unit=unit)
         assert 1 <= len(ranges) <= 8
-        assert all(start % unit == 0 and (end % unit == 0 or end == numel) for start, end in ranges)
+        assert all(start % unit == 0 and end % unit == 0 for start, end in ranges) or ranges == [(0, numel)]
+        assert ranges[-1][1] <= numel
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
         taken = sum(end - start for start, end in ranges)
         assert taken == numel if sample >= numel else taken <= max(sample, unit)
@@ -69,6 +70,19 @@ def test_totals_weigh_groups_by_their_squares_and_leave_out_what_is_not_finite()
     assert (groups["a"]["gradient_error"], groups["a"]["weight_drift"]) == (0.5, 0.0)
     assert (groups["b"]["weight_error"], groups["b"]["nonfinite_groups"]) == (None, 2)
     assert {groups["c"][name] for name in ("gradient_error", "weight_error", "weight_drift")} == {None}
+
+
+def test_squares_of_a_sample_are_those_of_the_row() -> None:
+    """Totals weigh groups by their size, whatever part of each was sampled."""
+    exact, received = torch.tensor([3.0, 0.0, 4.0, 0.0]), torch.tensor([3.0, 1.0, 4.0, 2.0])
+    small = received.double() * 1e-30, exact.double() * 1e-30
+    for values, numel, expected in (
+        ((received, exact), 4, [5.0, 25.0]),
+        ((received, exact), 12, [15.0, 75.0]),
+        (small, 4, [5e-60, 25e-60]),
+    ):
+        found = [each.item() for each in squared_norms(*values, numel=numel)]
+        assert found == pytest.approx(expected, rel=1e-9, abs=0.0)
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.transport import CompletedWork, DeferredWork, all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
-from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Refresh
+from sdp4bit.engines.fsdp2.freshness import Refresh
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import Comm
 
@@ -96,8 +96,6 @@ class AllGatherHook(_Hook):
         if not (is_backward and replica.rows is not None):
             if not is_backward:
                 self._state.before_unshard(group)
-            if replica.rows is not None and replica.rows.dtype != row.dtype:
-                group.fresh.raise_to(Due.FULL, REQUESTED)
             refresh = group.fresh.refresh()
         # After the decision, which may end the last step and its counts.
         group.weights.traffic.count_plain(row.nbytes)

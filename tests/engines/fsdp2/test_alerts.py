@@ -1,12 +1,15 @@
-"""Alerts on FSDP2: outliers on one rank alert all ranks once, and training does not change.
+"""Alerts: measures that cross a threshold alert once; on FSDP2 all ranks, and training does not change.
 
-Layer: real processes over gloo, 2 ranks as 2 nodes.
+Layer: a single process with made-up measures; real processes over gloo, 2 ranks as 2 nodes.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,10 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit import Alert, AlertConfig, GradientConfig, TelemetryConfig
+from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.topology import Nodes
+from sdp4bit.observe.alerts import Alerts
+from sdp4bit.observe.measures import SQUARES, Telemetry
 from tests.ranks import on_ranks
 from tests.toy import QUANTIZED, Run, build, loss_of
 
@@ -26,6 +33,75 @@ CONFIG = replace(
 THRESHOLD = 0.38
 ALERTS = AlertConfig(gradient_error=THRESHOLD, weight_error=None)
 GROUP = "blocks.0"
+
+
+# -- made-up measures ----------------------------------------------------------------------------------
+
+
+def alerts_of(steps: Sequence[dict[int, float]], *, config: AlertConfig) -> list[Alert]:
+    """Return the alerts of a group in these steps.
+
+    Args:
+        steps: in each step the measures, by the column of their squares.
+    """
+    view: Any = SimpleNamespace(name="a", ranks=(0,), process_group=None, device=torch.device("cpu"))
+    group = Group(view, index=0, layout=Nodes(ranks=(0,), nodes=1, ranks_per_node=1))
+    telemetry = Telemetry(TelemetryConfig(interval=1), ["a"])
+    alerts = Alerts([group], config=config, telemetry=telemetry)
+    for step, values in enumerate(steps, start=1):
+        squares = torch.full((1, SQUARES), math.nan, dtype=torch.float64)
+        for column, value in values.items():
+            # The error's square and the norm's, or a number.
+            squares[0, column : column + 2] = torch.tensor([value] if column == 6 else [value**2, 1.0])
+        telemetry.publish(squares, step=step)
+        alerts.at_step_boundary(step)
+    return alerts.all()
+
+
+ERRORS = AlertConfig(gradient_error=0.5, weight_error=0.25, weight_drift=0.125, nonfinite_groups=2)
+
+
+@pytest.mark.parametrize(
+    ("column", "measure", "limit"),
+    [(0, "gradient_error", 0.5), (2, "weight_error", 0.25), (4, "weight_drift", 0.125)],
+)
+def test_a_measure_alerts_again_only_after_it_has_fallen_to_four_fifths(
+    column: int, measure: str, limit: float
+) -> None:
+    values = [limit * each for each in (1.0, 1.1, 1.2, 0.9, 1.1, 0.81, 1.1, 0.79, 1.0, 1.3)]
+    found = alerts_of([{column: value} for value in values], config=ERRORS)
+    assert [(alert.step, alert.measure, alert.threshold) for alert in found] == [
+        (2, measure, limit),
+        (10, measure, limit),
+    ]
+    assert [alert.value for alert in found] == pytest.approx([1.1 * limit, 1.3 * limit])
+
+
+def test_an_infinite_measure_alerts_and_nan_neither_alerts_nor_ends_an_alert() -> None:
+    values = (math.inf, math.nan, math.inf, 0.0, math.inf)
+    found = alerts_of([{0: value} for value in values], config=ERRORS)
+    assert [(alert.step, alert.value) for alert in found] == [(1, math.inf), (5, math.inf)]
+
+
+def test_non_finite_groups_alert_above_their_number() -> None:
+    found = alerts_of([{6: value} for value in (2, 3, 3, 0, 4)], config=ERRORS)
+    assert [(alert.step, alert.measure, alert.value) for alert in found] == [
+        (2, "nonfinite_groups", 3),
+        (5, "nonfinite_groups", 4),
+    ]
+    assert not alerts_of([{6: 5.0}], config=replace(ERRORS, nonfinite_groups=None))
+
+
+def test_measures_alert_independently_of_each_other() -> None:
+    found = alerts_of([{0: 1.0, 2: 1.0}, {0: 1.0, 2: 0.0}, {0: 1.0, 2: 1.0}], config=ERRORS)
+    assert [(alert.step, alert.measure) for alert in found] == [
+        (1, "gradient_error"),
+        (1, "weight_error"),
+        (3, "weight_error"),
+    ]
+
+
+# -- in training ---------------------------------------------------------------------------------------
 
 
 class Disturbed(Run):

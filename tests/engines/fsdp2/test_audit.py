@@ -56,6 +56,25 @@ def test_checksum_depends_on_bits_only_not_on_memory() -> None:
     assert checksum(torch.zeros(0)) == 0
 
 
+# -- the vote ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_the_majority_of_ranks_is_right(odd: int) -> None:
+    """Whichever rank is odd, the first one too."""
+    others = ", ".join(str(rank) for rank in range(4) if rank != odd)
+    sums = [(rank, 7 if rank == odd else -1) for rank in range(4)]
+    expected = f"the replica of rank {odd} differs from that of ranks {others} (checksums, the majority's "
+    assert audit._vote(sums) == f"{expected}first: {(1 << 64) - 1:016x}, {7:016x})"
+
+
+def test_no_majority_is_told_as_such() -> None:
+    assert audit._vote([(0, 5), (3, 5)]) == ""
+    split = audit._vote([(0, 5), (1, 6), (2, 5), (3, 6)])
+    assert split.startswith("the replicas of ranks 0, 2 and of ranks 1, 3 differ, without a majority")
+    assert "differs from that of ranks 0, 1 (" in audit._vote([(0, 5), (1, 5), (2, 6)])
+
+
 # -- a flipped bit --------------------------------------------------------------------------------------
 
 

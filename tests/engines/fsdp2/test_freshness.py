@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
+from sdp4bit.engines.fsdp2 import freshness
 from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Flags, Freshness
 from sdp4bit.engines.fsdp2.row import Row, RowParam
 from tests import ROOT
@@ -406,6 +408,41 @@ def test_events_only_raise_the_level() -> None:
             fresh.raise_to(first)
             fresh.raise_to(second)
             assert fresh.due == max(first, second)
+
+
+def test_a_refresh_of_the_trained_part_does_not_hide_an_edit_of_the_frozen_one() -> None:
+    """On a GPU micro-batches in a row compare nothing; the first comparison after them finds the edit."""
+    ranks = Ranks()
+    ranks.view.main_shard = lambda dtype: ranks.main.to(dtype)
+    fresh = ranks.all[0]
+    for _ in range(2):  # the second refresh leaves out the frozen part
+        ranks.gather()
+        step(ranks)
+    ranks.gather()
+    with mock.patch.object(freshness, "_is_on_host", return_value=False) as is_on_host:
+        ranks.view.module.training, ranks.view.reduces_gradients = True, False
+        assert fresh.find_edits() is not None  # the first micro-batch
+        fresh.note_step(by_hand=True)
+        ranks.main[5] += 1
+        assert fresh.find_edits() is None
+        ranks.agree()
+        refresh = fresh.refresh()
+        assert refresh is not None and refresh.ranges == [(0, 4)]
+        fresh.sent(refresh, ranks.main, nonfinite=torch.tensor(False))
+        ranks.view.module.training = False
+        edited = fresh.find_edits()
+        assert edited is not None and edited
+        assert is_on_host.called
+
+
+def test_refreshes_in_full_precision_are_counted_in_a_row() -> None:
+    ranks = Ranks()
+    ranks.view.module.training = True
+    ranks.gather()  # the first one does not count
+    for act, expected in ((resync, 1), (resync, 2), (step, 0), (resync, 1)):
+        act(ranks)
+        ranks.gather()
+        assert [fresh.full_in_a_row for fresh in ranks.all] == [expected] * 2
 
 
 def test_the_documentation_lists_the_levels() -> None:

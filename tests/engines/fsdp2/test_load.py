@@ -1,4 +1,4 @@
-"""`comm.load`: checkpoints with the handle's state, with a part of it, and without.
+"""`comm.load`: checkpoints with the handle's state, with a part of it, and without; a save after a load.
 
 Layer: gloo, 2 processes as 2 nodes.
 """
@@ -46,3 +46,18 @@ def test_load_takes_full_partial_and_plain_checkpoints(tmp_path: Path) -> None:
         assert found == pytest.approx(losses, abs=0.05), name
         assert resumed.comm.audit()
         toy.assert_replicas_identical(resumed.comm)
+
+
+@on_ranks(2, timeout=LIMIT)
+def test_a_save_after_a_load_that_no_forward_has_used_continues_bit_for_bit(tmp_path: Path) -> None:
+    """Loaded weights are refreshed in full precision at the next forward, in the resumed run too."""
+    job = Job(NODE, topology=1)
+    job.train(1)
+    job.logits()  # sends the difference of the step
+    job.model.load_state_dict(job.model.state_dict())
+    job.save(str(tmp_path), comm=job.comm)
+    losses = job.train(2)
+    assert job.comm.stats()["full_refreshes"] == len(job.comm.groups)
+    resumed = Job(NODE, topology=1, at=1)
+    with expect_warnings("the loaded communication state was not saved with these weights"):
+        assert resumed.load(str(tmp_path), comm="after").train(2) == losses

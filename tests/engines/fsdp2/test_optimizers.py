@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from sdp4bit import GradientConfig, SDP4BitConfig, quantize_communication
 from tests.ranks import on_ranks
-from tests.toy import POLICY, data_mesh
+from tests.toy import POLICY, QUANTIZED, Run, build, data_mesh
 
 WIDTH, STEPS, SAVED = 24, 4, 1
 CONFIG = SDP4BitConfig(gradients=GradientConfig(min_numel=0))
@@ -135,6 +135,22 @@ def check(name: str, *, freezes: bool) -> None:
 @on_ranks(2)
 def test_a_save_with_an_optimizer_without_state_changes_nothing_and_resumes_bit_for_bit() -> None:
     check("SGD", freezes=False)
+
+
+@on_ranks(2)
+def test_a_gradient_that_a_rank_keeps_of_an_empty_shard_sends_nothing() -> None:
+    """An optimizer step of another part of the model must not send a group without a gradient."""
+    run = Run(build(), QUANTIZED, topology=1).train(1)
+    run.evaluate()
+    run.model.reshard()
+    sent = run.comm.stats()["total"]
+    scale = run.model.temperature  # one value, which the first rank holds
+    assert scale.to_local().numel() == (dist.get_rank() == 0)
+    if dist.get_rank() == 1:
+        scale.grad = torch.zeros_like(scale)
+    run.optimizer.step()
+    run.evaluate()
+    assert run.comm.stats()["total"] == sent
 
 
 NAMES = [name for name in (*STATELESS, *OTHERS) if name not in REFUSED]

@@ -262,6 +262,12 @@ QUICK: list[Case] = [
 ]
 
 
+def test_quick_cases_are_among_all() -> None:
+    """A case of another name would not be tried, as the cases are chosen from all that torch can run."""
+    assert {*QUICK} <= {*product(SWITCHES, LOOPS, POLICIES, MESHES)}
+    assert {*SWITCHES} == {name for name, *_ in CASES} | {n for n, s in SWITCHES.items() if s.needs}
+
+
 @pytest.mark.parametrize(
     "part", ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in SWITCHES)]
 )

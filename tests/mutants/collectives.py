@@ -1,0 +1,183 @@
+"""Mutants of plans, sections, and collectives."""
+
+from tests.mutants import M, Source
+
+PLAN = "tests/collectives/test_plan.py"
+PROPERTIES = "tests/collectives/test_properties.py"
+ALL_REDUCE = "tests/collectives/test_all_reduce.py"
+APART = f"{ALL_REDUCE}::test_dither_is_taken_off_whatever_numbers_the_ranks_have"
+MEASURES = "tests/engines/test_measures.py"
+BETWEEN = f"{MEASURES}::test_a_gradient_between_two_measured_steps_that_is_not_finite_is_counted"
+EXACT = (
+    "tests/engines/fsdp2/test_exactness.py::test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit"
+)
+EDITS = "tests/engines/fsdp2/test_edits.py"
+SIZES = f"{EDITS}::test_edits_are_sent_by_their_size_and_steps_hold_them"
+DEEPSPEED = "tests/deepspeed/test_deepspeed.py"
+
+SOURCES = (
+    Source(
+        "sdp4bit/collectives/plan.py",
+        (PLAN, PROPERTIES),
+        (
+            M("return row // self.apart % self.size", "return row // self.apart"),
+            M("parts=grid.size // (grid.apart(level) * size),", "parts=grid.size // size,"),
+            M(
+                'return config.replica == "full" or grid.ranks_per_node == 1',
+                'return config.replica == "full"',
+            ),
+            M("stride=round_up(lengths[number], BLOCK),", "stride=lengths[number],"),
+            M("if len(self._known) >= MOST_PLANS:", "if len(self._known) > MOST_PLANS:"),
+            M(
+                "return self.message.nbytes * self.copies * self.peers",
+                "return self.message.nbytes * self.peers",
+            ),
+            M("hop.size - 1,\n", "hop.size,\n"),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/chunks.py",
+        (PLAN,),
+        (
+            M("min(MOST_CHUNKS, max(1", "min(MOST_CHUNKS + 1, max(1"),
+            M("if nodes == 1 or ranks_per_node == 1:", "if nodes == 1 and ranks_per_node == 1:"),
+            M("length = round_up(-(-total // count), unit)", "length = round_up(total // count, unit)"),
+            M("end = min(numel, start + round_up(left, unit))", "end = min(numel, start + left)"),
+            M("*[config.inter_group_size] * inter)", "*[config.inter_group_size] * intra)"),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/sections.py",
+        ("tests/collectives/test_sections.py", PROPERTIES),
+        (
+            M("and (new[0] - ranges[-1][0]) % unit == 0", "and new[0] % unit == 0"),
+            M("ranges[-1][1] == new[0] and", "ranges[-1][1] <= new[0] and"),
+            M("return round_up(length, BLOCK) if self.is_fine else length", "return length"),
+            M("if coarse and last_kind == parameter.kind else ()", "if coarse else ()"),
+            M("(end - start) - (end - start)", "(end - start)", survives="unused"),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/samples.py",
+        (f"{MEASURES}::test_a_sample_is_of_whole_groups_and_about_as_long_as_asked_for",),
+        (
+            M(
+                "units = -(-numel // unit)",
+                "units = numel // unit",
+                survives="the sample is another one, also of complete groups",
+            ),
+            M("(index * units // count) * unit", "index * units // count * length"),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/reduce_scatter.py",
+        (f"{PROPERTIES}::test_every_rank_gets_the_sum_that_the_definition_gives",),
+        (
+            M("rank -= own * hop.apart * self._rank_step", "rank -= own * hop.apart", tests=(APART,)),
+            M(
+                "torch.mul(values.float(), multiplier, out=total)",
+                "torch.mul(values.float(), 1.0, out=total)",
+            ),
+            M("first=part.start, row_stride=part.stride", "first=0, row_stride=part.stride"),
+            M("pack_stream(step=step, bucket=self.bucket", "pack_stream(step=0, bucket=self.bucket"),
+            M("pack_stream(step=step, bucket=self.bucket", "pack_stream(step=step, bucket=0"),
+            M("return rounding.at_row(row)._replace(sender=0)", "return rounding.at_row(row)"),
+            M(
+                "multiplier * INVERSE_FACTOR if self.hadamard else multiplier",
+                "multiplier * INVERSE_FACTOR",
+            ),
+            M(
+                "for hop in rest:\n",
+                "for hop in rest[:0]:\n",
+                tests=(f"{MEASURES}::test_what_is_measured_before_a_refresh_is_what_it_does",),
+            ),
+            M(
+                "return (exponents == _EXPONENT).sum()",
+                "return (exponents > _EXPONENT).sum()",
+                tests=(f"{MEASURES}::test_what_is_not_finite_is_counted_by_groups_or_by_values",),
+            ),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/all_reduce.py",
+        (f"{PROPERTIES}::test_all_ranks_get_the_sum_of_tensors_that_the_definition_gives",),
+        (
+            M("rank = self._ranks[row % self.count]", "rank = self._ranks[row]"),
+            M(
+                "nonfinite += count_nonfinite([*map(",
+                "nonfinite += 0 * count_nonfinite([*map(",
+                tests=(f"{ALL_REDUCE}::test_special_values_and_other_types",),
+            ),
+            M("rank_step=self._ranks.step)", "rank_step=1)", tests=(APART,)),
+            M("if multiplier != 1.0:", "if multiplier == 1.0:"),
+            M("if self._pieces.count < layout.size:", "if self._pieces.count <= layout.size:"),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/gradients.py",
+        (EXACT,),
+        (
+            M("return 1.0 / ranks", "return 1.0"),
+            M("self.reductions += 1", "self.reductions += 0", tests=("tests/engines/test_rounding_keys.py",)),
+            M(
+                "self.all_reduces += 1",
+                "self.all_reduces += 0",
+                tests=("tests/engines/test_rounding_keys.py",),
+            ),
+            M("self.sample = self.nonfinite_groups = None", "self.sample = None", tests=(BETWEEN,)),
+            M(
+                "is_measured = sample_numel is not None or self.counts_nonfinite",
+                "is_measured = sample_numel is not None",
+                tests=(BETWEEN,),
+            ),
+            M(
+                "or not numel or not self.progress.counts_steps:",
+                "or not numel:",
+                tests=(
+                    "tests/engines/test_gradient_noise.py::test_training_continues_as_without_measurements",
+                ),
+            ),
+            M("range(2 if self.plain_all_reduces else 1)", "range(1)", tests=(DEEPSPEED,)),
+            M(
+                "self.count_plain_all_reduce(round(2 * values.nbytes / self._replicas))",
+                "self.count_plain_all_reduce(round(values.nbytes / self._replicas))",
+                tests=(
+                    "tests/engines/ddp/test_hook.py::test_full_precision_equals_plain_ddp_and_is_reported",
+                ),
+            ),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/weights.py",
+        (SIZES,),
+        (
+            M("if self._was_refreshed:", "if True:"),
+            M("self.full_refreshes += 1", "self.full_refreshes += 2"),
+            M("self.full_refresh_reason = reason", "self.full_refresh_reason = None"),
+            M(
+                'self.is_changed, self.full_reason = False, ""',
+                "self.is_changed = False",
+                tests=(
+                    "tests/megatron/test_lifecycle.py::test_an_exception_in_a_refresh_leaves_equal_replicas",
+                ),
+            ),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/weight_replica.py",
+        (f"{PROPERTIES}::test_every_replica_holds_the_weights_that_the_definition_gives", SIZES),
+        (
+            M(
+                "if self.rows.dtype == torch.float16:",
+                "if self.rows.dtype == torch.float64:",
+                tests=(f"{EDITS}::test_a_replica_recovers_from_values_that_are_not_finite",),
+            ),
+            M("nbytes = row.nbytes * topology.nodes * (topology.ranks_per_node - 1)", "nbytes = row.nbytes"),
+            M(
+                'self._traffic.count(row.nbytes * (topology.nodes - 1), level="inter")',
+                'self._traffic.count(row.nbytes * topology.nodes, level="inter")',
+            ),
+            M("clip=1.0 if section.is_fine else self.config.effective_clip", "clip=1.0"),
+        ),
+    ),
+)
