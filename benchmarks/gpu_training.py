@@ -97,9 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--piece", type=int, default=500, help="steps of a strategy before the next one")
     parser.add_argument("--eval-interval", type=int, default=100)
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="the first is the baseline")
-    parser.add_argument(
-        "--options", nargs=argparse.REMAINDER, help="of `sdp4bit pretrain`; all that follows"
-    )
+    parser.add_argument("--options", nargs=argparse.REMAINDER, help="of `sdp4bit pretrain`; all that follows")
     chosen = parser.parse_args(arguments)
     options = chosen.options or ["--preset", "125M", "--eval-iters", "8", "--lr-warmup-iters", "100"]
     if chosen.text is not None:
