@@ -103,11 +103,10 @@ def summarize(
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return median, lower quartile, fastest, slowest, and the spread relative to the median."""
+    """Return median, fastest, slowest, and the spread relative to the median."""
     median, fastest, slowest = statistics.median(seconds), min(seconds), max(seconds)
     return {
         "seconds_per_step": median,
-        "lower_quartile": lower_quartile(seconds),
         "spread": (slowest - fastest) / median,
         "fastest": fastest,
         "slowest": slowest,
@@ -127,6 +126,7 @@ def _row(group: Sequence[Sample]) -> dict[str, Any]:
         "strategy": group[0].strategy,
         "rate": group[0].rate,
         **_spread([sample.seconds for sample in group]),
+        "lower_quartile": lower_quartile([sample.seconds for sample in group]),
         **({"issued_seconds": statistics.median(issued)} if issued else {}),
         "tx_bytes_per_node_per_step": sent,
         "loss": group[-1].loss,
@@ -166,6 +166,7 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         same = [_by_row(result)[row["rate"], row["strategy"]] for result in results]
         agree = None if row["bytes_agree"] is None else all(each["bytes_agree"] for each in same)
         rounds = sum(each["rounds"] for each in same)
+        row.pop("lower_quartile", None)  # of a single run
         rows.append(
             {
                 **row,
@@ -216,12 +217,13 @@ def print_tables(result: dict[str, Any]) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for row in result["rows"]:
         counted = row["reported_bytes_per_node_per_step"]
+        quartile = f"{row['lower_quartile']:.3f}" if "lower_quartile" in row else ""  # not of several runs
         own = "" if counted is None else f"{counted / 1e6:.3f}"
         if row["bytes_agree"] is False:
             own += " DIFFERS"
         print(
             f"| {row['rate']} | {row['strategy']} | {row['seconds_per_step']:.3f} | "
-            f"{row['lower_quartile']:.3f} | {row['spread']:.0%} | "
+            f"{quartile} | {row['spread']:.0%} | "
             f"{row['tx_bytes_per_node_per_step'] / 1e6:.3f} | {own} | {row['loss']:.4f} | {row['rounds']} |"
         )
     print("\n| rate | reference | strategy | times faster (lowest to highest round) |\n|---|---|---|---|")

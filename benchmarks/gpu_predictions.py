@@ -1,4 +1,4 @@
-"""Predictions of the second call over NCCL, and what was measured, side by side.
+"""Predictions of the second call over NCCL beside the measurements.
 
     python -m benchmarks.gpu_predictions results/gpu/NAME
     python -m benchmarks.gpu_predictions --planned PLAN.json --source "sdp4bit plan of 2026-12-01"

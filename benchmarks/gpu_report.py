@@ -45,7 +45,7 @@ _LINES = 12
 _LEAST_SHARE = 0.5
 """A part that has less of its time left is not started; a shorter one may be."""
 _END_SECONDS = 20.0
-"""What a part that ends by itself leaves of its time."""
+"""Part of its time that a part leaves if it ends by itself."""
 _STACK_SECONDS = 0.3
 _PROBLEMS = ("failed", "timed out", "not started")
 

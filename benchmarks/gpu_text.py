@@ -96,7 +96,7 @@ def write_text(path: Path, texts: Iterator[str], *, megabytes: float) -> tuple[i
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_text", description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path, help="folder of packages, tokens and tokenizer")
-    parser.add_argument("--megabytes", type=float, default=95.0, help="of text; prose goes first")
+    parser.add_argument("--megabytes", type=float, default=97.0, help="of text; prose goes first")
     parser.add_argument("--vocabulary", type=int, default=GPT2_VOCABULARY)
     parser.add_argument("--packages", default=",".join((*PACKAGES, LINUX)), help="separated by commas")
     parser.add_argument("--json", type=Path, help="file for the counts")

@@ -3,8 +3,9 @@
     python -m benchmarks.step_profile results/gpu/NAME/traces/sdp4bit.json.gz
 
 prints the device's part of a trace that `benchmarks.cluster --profile NAMES --traces FOLDER` has kept. A step
-lasts until all ranks have finished it, and is divided without overlap: some kernel other than NCCL's runs;
-only kernels of NCCL run; no kernel runs while the host still issues the step; no kernel runs after that.
+lasts until all ranks have finished it. It is divided without overlap into times in which some kernel other
+than NCCL's runs, only kernels of NCCL run, no kernel runs while the host still issues the step, and no kernel
+runs after that.
 """
 
 from __future__ import annotations
