@@ -87,7 +87,7 @@ def _meet(hosts: dist.ProcessGroup | None) -> None:
 def profile(
     step: TrainingStep, steps: int, trace: str | None, *, hosts: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Return where the time of a step goes on this rank, and its time without the profiler."""
+    """Return the parts of a step's time on this rank, and its time without the profiler."""
     alone = run(step, steps, hosts=hosts)
     wait = record_function("wait")(PendingTransfer.wait)
     activities = [profiler.ProfilerActivity.CPU]

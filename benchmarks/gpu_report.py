@@ -95,7 +95,11 @@ def parts(folder: Path, scratch: Path, *, device: str, runs: Path = RUNS) -> lis
     profiled = "compute,fsdp2-bf16,ddp-bf16,sdp4bit,fsdp2-bf16-threes,sdp4bit-threes"
     of_one = "compute,fsdp2,fsdp2-bf16,ddp-bf16,sdp4bit"
     qwd = "qwd-512,qwd-1024,qwd,qwd-4096"
-    with_text = ["--text", str(TEXT)] if gpu else ["--steps", "2", "--piece", "1", "--eval-interval", "1"]
+    with_text = (
+        ["--text", str(TEXT)]
+        if gpu
+        else [*("--strategies", "baseline,sdp4bit", "--steps", "2"), "--piece", "1", "--eval-interval", "1"]
+    )
     tiny = [] if gpu else ["--options", "--num-layers", "1", "--hidden-size", "32", "--eval-iters", "1"]
     short = "5" if gpu else "2"
     wrapper = scratch / "share_gpu.sh"

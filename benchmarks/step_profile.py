@@ -4,8 +4,7 @@
 
 prints the device's part of a trace that `benchmarks.cluster --profile NAMES --traces FOLDER` has kept. A step
 lasts until all ranks have finished it. It is divided without overlap into times in which some kernel other
-than NCCL's runs, only kernels of NCCL run, no kernel runs while the host still issues the step, and no kernel
-runs after that.
+than NCCL's runs, only kernels of NCCL run, no kernel runs while the host issues the step, or none after that.
 """
 
 from __future__ import annotations
