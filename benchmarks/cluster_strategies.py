@@ -263,7 +263,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
     groups = [blocks[first : first + blocks_per_group] for first in range(0, len(blocks), blocks_per_group)]
     for group in groups:
         fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -71,9 +71,9 @@ def _contents(files: Path) -> Iterator[bytes]:
             with tarfile.open(archive) as tar:
                 for member in tar:
                     if member.isfile() and any(fnmatch(member.name, each) for each in patterns):
-                        content = tar.extractfile(member)
-                        assert content is not None
-                        yield content.read()
+                        stream = tar.extractfile(member)
+                        assert stream is not None
+                        yield stream.read()
 
 
 def write_text(path: Path, texts: Iterator[str], *, megabytes: float) -> tuple[int, int]:
