@@ -10,7 +10,8 @@ every round runs one step of every strategy in a new random order, so that distu
 Results are medians over the rounds; the spread is (slowest - fastest) / median, and ratios are between steps
 of the same round. Bytes are read from the interfaces' counters and compared with the strategy's own count.
 Needs root and iproute2; creates network namespaces and removes them, even when killed. If they cannot be
-created, `--device cuda` limits NCCL's sockets instead, with one rank per node (benchmarks/send_limit.py).
+created, `--device cuda` limits NCCL's sockets instead, with one rank per node (benchmarks/send_limit.py);
+`--links send` does so in any case. The file of --json is written after each rate.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import queue
 import random
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +39,7 @@ from benchmarks import cluster_report
 from benchmarks.cluster_network import Network, NetworkError, rate_in_bits, reason_to_skip
 from benchmarks.cluster_report import Sample
 from benchmarks.send_limit import LimitedSenders, reason_against_limit
+from sdp4bit_lab.common.files import write_atomically
 from sdp4bit_lab.common.launch.shared_gpu import multi_process_service, nccl_variables
 
 EXIT_IMPOSSIBLE = 2
@@ -46,7 +49,9 @@ ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS = 4
 """Opens connections, rebuilds DDP's buckets, starts PowerSGD and compiles kernels."""
 MINIMUM_ROUNDS = 3
-PROFILED_STEPS = 20
+PROFILED_STEPS, TRACED_STEPS = 20, 3
+MOST_TRACE_BYTES = 4 << 20
+"""Larger traces are not kept."""
 BUILD_TIMEOUT, STEP_TIMEOUT = 240.0, 120.0
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 """Keep freed memory in the process; otherwise every step pays for zeroed pages."""
@@ -132,42 +137,97 @@ def _collect(stream: Any, answers: queue.Queue[str]) -> None:
         answers.put(line)
 
 
-def measure(
-    network: Network | LimitedSenders, ranks: Ranks, *, strategies: Sequence[str], chosen: argparse.Namespace
-) -> list[Sample]:
-    """Return one sample per strategy, rate and round."""
-    order, seconds = random.Random(chosen.seed), chosen.seconds_per_rate
-    samples: list[Sample] = []
-    for rate in chosen.rates.split(","):
-        network.set_rate(None if rate == UNSHAPED else rate)
+class Measurement:
+    """Samples of strategies at every rate, and the loss of every step."""
+
+    def __init__(
+        self,
+        network: Network | LimitedSenders,
+        ranks: Ranks,
+        *,
+        build: dict[str, Any],
+        chosen: argparse.Namespace,
+    ) -> None:
+        """Prepare the measurement.
+
+        Args:
+            build: command that builds strategies, without their names.
+        """
+        self._network = network
+        self._ranks = ranks
+        self._build = build
+        self._chosen = chosen
+        self._order = random.Random(chosen.seed)
+        self.samples: list[Sample] = []
+        self.losses: dict[str, list[float]] = {}
+        """Mean of all ranks after each step, warm-up included, by strategy."""
+        self.parameters = 0
+
+    def run(self, strategies: Sequence[str]) -> Iterator[None]:
+        """Measure all strategies; a part of the samples is complete at each yield.
+
+        Strategies that do not fit into memory together (`--separately`) are built one after the other, twice,
+        the second time in the opposite order.
+        """
+        turns = [list(strategies)]
+        if self._chosen.separately:
+            alone = [[name] for name in self._order.sample(turns[0], len(turns[0]))]
+            turns = [*alone, *reversed(alone)]
+        share = len(strategies) / sum(map(len, turns))  # of rounds
+        for names in turns:
+            self._prepare(names)
+            for rate in self._chosen.rates.split(","):
+                self._measure(names, rate, share=share, seconds=self._chosen.seconds_per_rate / len(turns))
+                yield
+
+    def _prepare(self, names: Sequence[str]) -> None:
+        """Build strategies and train the warm-up on unshaped links."""
+        self._network.set_rate(None)
+        self.parameters = self._ranks.ask({**self._build, "build": names}, timeout=BUILD_TIMEOUT)[0][
+            "parameters"
+        ]
+        for name in names:
+            answers = self._ranks.ask({"run": name, "steps": WARM_UP_STEPS}, timeout=BUILD_TIMEOUT)
+            self.losses[name] = answers[0]["losses"]
+
+    def _measure(self, names: Sequence[str], rate: str, *, share: float, seconds: float) -> None:
+        self._network.set_rate(None if rate == UNSHAPED else rate)
+        most = math.inf if self._chosen.rounds is None else max(1, round(self._chosen.rounds * share))
+        least = min(most, math.ceil(MINIMUM_ROUNDS * share))
         start = time.monotonic()
         durations: list[float] = []
         # As many rounds as fit, but enough for a median.
-        while len(durations) < MINIMUM_ROUNDS or (time.monotonic() - start + max(durations) <= seconds):
+        while len(durations) < least or (
+            len(durations) < most and time.monotonic() - start + max(durations) <= seconds
+        ):
             begun = time.monotonic()
-            for name in order.sample(list(strategies), len(strategies)):
-                samples.append(run_once(network, ranks, name=name, rate=rate, round=len(durations)))
+            for name in self._order.sample(names, len(names)):
+                self._run_once(name, rate, round=len(durations))
             durations.append(time.monotonic() - begun)
-        print(f"{rate}: {len(durations)} rounds in {time.monotonic() - start:.0f} s", flush=True)
-    return samples
+        about = f"{names[0]}, " if len(names) == 1 else ""
+        took = time.monotonic() - start
+        print(f"{about}{rate}: {len(durations)} rounds in {took:.0f} s", flush=True)
 
-
-def run_once(network: Network | LimitedSenders, ranks: Ranks, *, name: str, rate: str, round: int) -> Sample:
-    """Run one step of a strategy and read the interfaces' counters."""
-    before = network.sent_bytes()
-    answers = ranks.ask({"run": name, "steps": 1}, timeout=STEP_TIMEOUT)
-    after = network.sent_bytes()
-    nodes = len(before)
-    reported = [answer["sent_bytes"] for answer in answers]
-    return Sample(
-        strategy=name,
-        rate=rate,
-        round=round,
-        seconds=max(answer["seconds"][0] for answer in answers),
-        tx_bytes=(sum(after) - sum(before)) / nodes,
-        reported_bytes=None if None in reported else sum(reported) / nodes,
-        loss=answers[0]["loss"],
-    )
+    def _run_once(self, name: str, rate: str, *, round: int) -> None:
+        """Run one step of a strategy and read the interfaces' counters."""
+        before = self._network.sent_bytes()
+        answers = self._ranks.ask({"run": name, "steps": 1}, timeout=STEP_TIMEOUT)
+        after = self._network.sent_bytes()
+        nodes = len(before)
+        reported = [answer["sent_bytes"] for answer in answers]
+        self.losses[name] += answers[0]["losses"]
+        self.samples.append(
+            Sample(
+                strategy=name,
+                rate=rate,
+                round=round,
+                seconds=max(answer["seconds"][0] for answer in answers),
+                issued=max(answer["issued"][0] for answer in answers),
+                tx_bytes=(sum(after) - sum(before)) / nodes,
+                reported_bytes=None if None in reported else sum(reported) / nodes,
+                loss=self.losses[name][-1],
+            )
+        )
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -181,6 +241,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mps", choices=["auto", "off"], default="auto", help="of the ranks that share it")
     parser.add_argument("--strategies", help="comma-separated; default: all that differ on this cluster")
     parser.add_argument("--seconds-per-rate", type=float, default=45.0, help="runs at least three rounds")
+    parser.add_argument("--rounds", type=int, help="at each rate; default: as many as fit")
+    parser.add_argument(
+        "--separately", action="store_true", help="build one strategy at a time, for large models"
+    )
+    parser.add_argument(
+        "--links", choices=["auto", "send"], default="auto", help="send: limit send() instead of links"
+    )
     parser.add_argument("--hidden", type=int, default=384, help="width of the model")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--sequence", type=int, help="tokens; default: 128, or 1,024 on a GPU")
@@ -192,7 +259,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--deterministic", action="store_true", help="torch's algorithms; unwritten memory is NaN; slower"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of order, data and initial weights")
-    parser.add_argument("--profile", help="strategy to profile on rank 0, at the last rate")
+    parser.add_argument("--profile", default="", help="strategies to profile on rank 0, at the last rate")
+    parser.add_argument("--traces", type=Path, help="folder for the traces of --profile")
     parser.add_argument("--json", type=Path, help="output file for machine, rows and ratios")
     chosen = parser.parse_args(arguments)
     if not 2 <= chosen.nodes <= 200 or chosen.ranks_per_node < 1:
@@ -203,7 +271,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
                 rate_in_bits(rate)
     except ValueError as error:
         parser.error(str(error))
-    for name in ("sequence", "micro_batch", "micro_batches", "vocabulary", "hidden", "layers"):
+    if chosen.separately and chosen.profile:
+        parser.error("--profile needs all strategies at once: leave out --separately")
+    for name in ("sequence", "micro_batch", "micro_batches", "vocabulary", "hidden", "layers", "rounds"):
         if getattr(chosen, name) is not None and getattr(chosen, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     return chosen
@@ -213,12 +283,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables, and return the exit code."""
     chosen = parse_arguments(arguments)
     is_gpu, reason = chosen.device == "cuda", reason_to_skip()
-    limits = is_gpu and reason is not None
+    limits = chosen.links == "send" or (is_gpu and reason is not None)
     if limits and not (why := reason_against_limit(chosen.ranks_per_node)):
-        print(f"no network namespaces here ({reason}): limits NCCL's sockets instead", flush=True)
+        if reason is not None:
+            print(f"no network namespaces here ({reason}): limits NCCL's sockets instead", flush=True)
         reason = None
     elif limits:
-        reason = f"{reason}; {why}"
+        reason = f"{reason or '--links send'}; {why}"
     if is_gpu and reason is None:
         import torch
 
@@ -234,7 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     strategies = strategies_for(cluster, micro_batches=chosen.micro_batches, transport=transport)
     strategies = chosen.strategies.split(",") if chosen.strategies else strategies
     unknown = [name for name in strategies if name not in BUILDERS]
-    unknown += [chosen.profile] if chosen.profile and chosen.profile not in strategies else []
+    profiled = chosen.profile.split(",") if chosen.profile else []
+    unknown += [name for name in profiled if name not in strategies]
     if unknown:
         print(f"unknown strategies {', '.join(unknown)}: use {', '.join(BUILDERS)}", file=sys.stderr)
         return EXIT_IMPOSSIBLE
@@ -250,6 +322,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=chosen.seed,
     )
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    def result_of(measurement: Measurement, profiles: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Return the result so far, and write it."""
+        found = cluster_report.summarize(
+            measurement.samples,
+            cluster=cluster,
+            parameters=measurement.parameters,
+            arguments=arguments,
+            device=chosen.device,
+            sharing=sharing,
+        )
+        found |= {"workload": asdict(workload), "losses": measurement.losses, "profiles": profiles, **more}
+        if chosen.json:
+            write_atomically(chosen.json, json.dumps(found, indent=1) + "\n")
+        return found
+
     try:
         with (
             tempfile.TemporaryDirectory(prefix="sdp4bit-cluster-") as folder,
@@ -259,34 +347,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ):
             log = Path(folder) / "ranks.log"
             ranks = Ranks(network, ranks_per_node=chosen.ranks_per_node, log=log, device=chosen.device)
-            build = {"build": strategies, "workload": asdict(workload), **asdict(cluster)}
-            build["deterministic"] = chosen.deterministic
-            answers = ranks.ask(build, timeout=BUILD_TIMEOUT)
-            for name in strategies:
-                ranks.ask({"run": name, "steps": WARM_UP_STEPS}, timeout=BUILD_TIMEOUT)
-            samples = measure(network, ranks, strategies=strategies, chosen=chosen)
-            profile = None
-            if chosen.profile:
-                command = {"profile": chosen.profile, "steps": PROFILED_STEPS}
-                profile = ranks.ask(command, timeout=PROFILED_STEPS * STEP_TIMEOUT)[0]["milliseconds"]
+            build = {"workload": asdict(workload), **asdict(cluster), "deterministic": chosen.deterministic}
+            measurement = Measurement(network, ranks, build=build, chosen=chosen)
+            for _ in measurement.run(strategies):
+                result_of(measurement, [], complete=False)
+            profiles = [profile(ranks, name, traces=chosen.traces) for name in profiled]
+            for each in profiles:
+                each["rate"] = chosen.rates.split(",")[-1]
     except NetworkError as failure:
         print(f"the emulated cluster failed: {failure}", file=sys.stderr)
         return 1
-    result = cluster_report.summarize(
-        samples,
-        cluster=cluster,
-        parameters=answers[0]["parameters"],
-        arguments=arguments,
-        device=chosen.device,
-        sharing=sharing,
-    )
-    result["workload"] = asdict(workload)
-    if profile is not None:
-        result["profile"] = {"strategy": chosen.profile, "rate": chosen.rates.split(",")[-1], "ms": profile}
-    cluster_report.print_tables(result)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(result, indent=1) + "\n")
+    cluster_report.print_tables(result_of(measurement, profiles))
     return 0
+
+
+def profile(ranks: Ranks, name: str, *, traces: Path | None) -> dict[str, Any]:
+    """Return where the time of a step of rank 0 goes, and keep its trace unless it is too large."""
+    steps, path = PROFILED_STEPS, None
+    if traces is not None:
+        traces.mkdir(parents=True, exist_ok=True)
+        steps, path = TRACED_STEPS, (traces / f"{name}.json.gz").resolve()
+    command = {"profile": name, "steps": steps, "trace": path and str(path)}
+    found = ranks.ask(command, timeout=PROFILED_STEPS * STEP_TIMEOUT)[0]
+    if path is not None and (size := path.stat().st_size) > MOST_TRACE_BYTES:
+        print(f"the trace of {name} has {size:,} bytes: it is not kept", flush=True)
+        path.unlink()
+    return {"strategy": name, **found}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import kernels
+from benchmarks.markdown import table
+from benchmarks.step_profile import sentence, table_rows
 
 if TYPE_CHECKING:
     from benchmarks.cluster_strategies import Cluster
@@ -43,6 +45,8 @@ class Sample:
     reported_bytes: float | None
     """Counted by the strategy, per node; None if it does not count."""
     loss: float
+    issued: float | None = None
+    """Seconds after which the host had issued the step."""
 
 
 def summarize(
@@ -79,6 +83,7 @@ def summarize(
         for rate in dict.fromkeys(rate for rate, _ in groups)
         for target in sorted(targets)
         for reference in references
+        if {(rate, target), (rate, reference)} <= groups.keys()
     ]
     machine = describe_machine(arguments)
     shares = f"NCCL, {cluster.ranks} ranks share one {machine['gpu']}" if device == "cuda" else "gloo, CPU"
@@ -100,17 +105,29 @@ def summarize(
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
     """Return median, fastest, slowest, and the spread relative to the median."""
     median, fastest, slowest = statistics.median(seconds), min(seconds), max(seconds)
-    spread = (slowest - fastest) / median
-    return {"seconds_per_step": median, "spread": spread, "fastest": fastest, "slowest": slowest}
+    return {
+        "seconds_per_step": median,
+        "spread": (slowest - fastest) / median,
+        "fastest": fastest,
+        "slowest": slowest,
+    }
+
+
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """Return the time that a quarter of the steps needed at most: other programs only lengthen a step."""
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 
 def _row(group: Sequence[Sample]) -> dict[str, Any]:
     sent = statistics.median(sample.tx_bytes for sample in group)
     reported = group[0].reported_bytes
+    issued = [sample.issued for sample in group if sample.issued is not None]
     return {
         "strategy": group[0].strategy,
         "rate": group[0].rate,
         **_spread([sample.seconds for sample in group]),
+        "lower_quartile": lower_quartile([sample.seconds for sample in group]),
+        **({"issued_seconds": statistics.median(issued)} if issued else {}),
         "tx_bytes_per_node_per_step": sent,
         "loss": group[-1].loss,
         "rounds": len(group),
@@ -122,13 +139,16 @@ def _row(group: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _ratio(reference: Sequence[Sample], target: Sequence[Sample]) -> dict[str, Any]:
-    pairs = zip(reference, target, strict=True)
+    # Strategies that were built one after the other may have different numbers of rounds.
+    pairs = zip(reference, target, strict=False)
     ratios = sorted(slow.seconds / fast.seconds for slow, fast in pairs)
+    quartiles = [lower_quartile([sample.seconds for sample in of]) for of in (reference, target)]
     return {
         "rate": reference[0].rate,
         "reference": reference[0].strategy,
         "strategy": target[0].strategy,
         "ratio": statistics.median(ratios),
+        "ratio_of_lower_quartiles": quartiles[0] / quartiles[1],
         "lowest": ratios[0],
         "highest": ratios[-1],
     }
@@ -146,6 +166,7 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         same = [_by_row(result)[row["rate"], row["strategy"]] for result in results]
         agree = None if row["bytes_agree"] is None else all(each["bytes_agree"] for each in same)
         rounds = sum(each["rounds"] for each in same)
+        row.pop("lower_quartile", None)  # of a single run
         rows.append(
             {
                 **row,
@@ -192,15 +213,17 @@ def print_tables(result: dict[str, Any]) -> None:
         f"{result['parameters'] / 1e6:.1f} million parameters; {machine['cores']} cores, {machine['cpu']}, "
         f"torch {machine['versions']['torch']}\n"
     )
-    print("| rate | strategy | s per step | spread | MB sent per node | by its own count | loss | rounds |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| rate | strategy | s | lower quartile | spread | MB sent per node | own count | loss | rounds |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in result["rows"]:
         counted = row["reported_bytes_per_node_per_step"]
+        quartile = f"{row['lower_quartile']:.3f}" if "lower_quartile" in row else ""  # not of several runs
         own = "" if counted is None else f"{counted / 1e6:.3f}"
         if row["bytes_agree"] is False:
             own += " DIFFERS"
         print(
-            f"| {row['rate']} | {row['strategy']} | {row['seconds_per_step']:.3f} | {row['spread']:.0%} | "
+            f"| {row['rate']} | {row['strategy']} | {row['seconds_per_step']:.3f} | "
+            f"{quartile} | {row['spread']:.0%} | "
             f"{row['tx_bytes_per_node_per_step'] / 1e6:.3f} | {own} | {row['loss']:.4f} | {row['rounds']} |"
         )
     print("\n| rate | reference | strategy | times faster (lowest to highest round) |\n|---|---|---|---|")
@@ -209,6 +232,11 @@ def print_tables(result: dict[str, Any]) -> None:
             f"| {ratio['rate']} | {ratio['reference']} | {ratio['strategy']} | "
             f"{ratio['ratio']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f}) |"
         )
+    if profiles := result.get("profiles"):
+        print(f"\n{table(*table_rows(profiles))}")
+        for each in profiles:
+            if each["device"] is not None:
+                print(f"{each['strategy']}: {sentence(each['device'])}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

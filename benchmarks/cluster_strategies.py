@@ -249,7 +249,11 @@ def build_model(workload: Workload) -> GPT:
 
 
 def shard(
-    model: GPT, *, reduce_dtype: torch.dtype = torch.float32, replicated_over: Cluster | None = None
+    model: GPT,
+    *,
+    reduce_dtype: torch.dtype = torch.float32,
+    replicated_over: Cluster | None = None,
+    blocks_per_group: int = 1,
 ) -> GPT:
     """Shard the model with FSDP2 over all ranks, or over those of each node of the cluster."""
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
@@ -259,12 +263,14 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
+    groups = [blocks[first : first + blocks_per_group] for first in range(0, len(blocks), blocks_per_group)]
+    for group in groups:
+        fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    # Prefetch all blocks at the start of forward; exchanges that can will overlap with it.
-    cast(FSDPModule, model).set_modules_to_forward_prefetch(cast(list[FSDPModule], blocks))
+    # Prefetch all groups at the start of forward; exchanges that can will overlap with it.
+    first_blocks = [cast(FSDPModule, group[0]) for group in groups]
+    cast(FSDPModule, model).set_modules_to_forward_prefetch(first_blocks)
     return model
 
 
@@ -272,9 +278,14 @@ def _compute(workload: Workload, cluster: Cluster) -> TrainingStep:
     return TrainingStep(build_model(workload), workload=workload, sent_bytes=lambda: 0.0)
 
 
-def _fsdp2(reduce_dtype: torch.dtype) -> Callable[[Workload, Cluster], TrainingStep]:
+def stock_fsdp2(
+    reduce_dtype: torch.dtype, *, blocks_per_group: int = 1
+) -> Callable[[Workload, Cluster], TrainingStep]:
+    """Return a builder of FSDP2 with its own collectives."""
+
     def build(workload: Workload, cluster: Cluster) -> TrainingStep:
-        return TrainingStep(shard(build_model(workload), reduce_dtype=reduce_dtype), workload=workload)
+        model = shard(build_model(workload), reduce_dtype=reduce_dtype, blocks_per_group=blocks_per_group)
+        return TrainingStep(model, workload=workload)
 
     return build
 
@@ -290,12 +301,12 @@ def _crossing(cluster: Cluster) -> float:
 
 
 def training_step_of_fsdp2(
-    config: SDP4BitConfig, *, levels: int = 2
+    config: SDP4BitConfig, *, levels: int = 2, blocks_per_group: int = 1
 ) -> Callable[[Workload, Cluster], TrainingStep]:
     """Return a builder of quantized FSDP2 with one level (all peers equal) or two."""
 
     def build(workload: Workload, cluster: Cluster) -> TrainingStep:
-        model = shard(build_model(workload))
+        model = shard(build_model(workload), blocks_per_group=blocks_per_group)
         per_node = cluster.ranks_per_node if levels == 2 else 1
         comm = sdp4bit.quantize_communication(model, topology=per_node, config=config)
         # With one level, some of the counted bytes go to ranks of the same node.
@@ -405,8 +416,8 @@ _OF_NCCL = ("fsdp2-bf16",)
 
 STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "compute": _compute,
-    "fsdp2": _fsdp2(torch.float32),
-    "fsdp2-bf16": _fsdp2(torch.bfloat16),
+    "fsdp2": stock_fsdp2(torch.float32),
+    "fsdp2-bf16": stock_fsdp2(torch.bfloat16),
     "fair": training_step_of_fsdp2(_FULL, levels=1),
     "fair-bf16": _fair_bf16,
     "hierarchical": training_step_of_fsdp2(_FULL),

@@ -4,12 +4,14 @@
 steps they average their movements. `zeropp` is the communication of ZeRO++ (Wang et al., arXiv 2306.10209):
 weights in 8 bits and gradients in 4, in blocks, rounded to nearest. Groups of 128 gradients share a scale, as
 in sdp4bit. DeepSpeed's own collectives, and hpZ's second copy of the weights, are not part of it.
-`sdp4bit-8bit-gradients` is the setting for Muon.
+`sdp4bit-8bit-gradients` is the setting for Muon, `NAME-threes` exchanges three blocks at once, and `qwd-SIZE`
+is `qwd` with groups of that size, where `qwd` has 2,048.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from benchmarks.cluster_strategies import (
     Workload,
     build_model,
     preset_of,
+    stock_fsdp2,
     training_step_of_ddp,
     training_step_of_fsdp2,
 )
@@ -100,6 +103,12 @@ class LocalSteps(TrainingStep):
             parameter.copy_(values.view_as(parameter))
 
 
+def _qwd(group_size: int) -> SDP4BitConfig:
+    config = preset_of("qwd")
+    assert config.weights is not None
+    return replace(config, weights=replace(config.weights, group_size=group_size))
+
+
 def _local(period: int, messages: GradientConfig | None) -> Callable[[Workload, Cluster], TrainingStep]:
     def build(workload: Workload, cluster: Cluster) -> TrainingStep:
         model = build_model(workload)
@@ -113,6 +122,9 @@ STUDIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "zeropp": training_step_of_fsdp2(ZERO_PLUS_PLUS),
     "sdp4bit-paper": training_step_of_fsdp2(preset_of("sdp4bit-paper")),
     "sdp4bit-8bit-gradients": training_step_of_fsdp2(SDP4BitConfig(gradients=GradientConfig(inter_bits=8))),
+    "fsdp2-bf16-threes": stock_fsdp2(torch.bfloat16, blocks_per_group=3),
+    "sdp4bit-threes": training_step_of_fsdp2(preset_of("sdp4bit"), blocks_per_group=3),
+    **{f"qwd-{size}": training_step_of_fsdp2(_qwd(size)) for size in (512, 1024, 4096)},
     **{f"local-{period}": _local(period, None) for period in OUTER},
     **{f"local-{period}-4bit": _local(period, GradientConfig()) for period in OUTER},
 }

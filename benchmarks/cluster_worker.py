@@ -4,20 +4,26 @@ Every input line is a JSON command, and every output line its answer:
 
     {"build": [names], "workload": {...}, "nodes": n, "ranks_per_node": g, "deterministic": false}
         ->  {"parameters": n}
-    {"run": name, "steps": n}  ->  {"seconds": [...], "loss": mean of all ranks, "sent_bytes": n or null, ...}
-    {"profile": name, "steps": n}  ->  {"milliseconds": {part of a step: its time}}
+        A second build replaces the strategies of the first.
+    {"run": name, "steps": n}
+        ->  {"seconds": [...], "issued": [...], "losses": means of all ranks, "sent_bytes": n or null, ...}
+    {"profile": name, "steps": n, "trace": file or null}
+        ->  the profile of this rank, see benchmarks/step_profile.py; rank 0 writes the file
 
-The end of the input ends the process. With the argument `cuda` ranks share the first visible GPU over NCCL.
+`issued` are the seconds in which the host has issued a step; on a GPU, kernels may still run then. The end of
+the input ends the process. With the argument `cuda` ranks share the first visible GPU over NCCL.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import re
 import sys
+import tempfile
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,20 +34,8 @@ from torch.profiler import record_function
 
 from benchmarks.cluster_strategies import Cluster, TrainingStep, Workload, build_model, device
 from benchmarks.cluster_studies import BUILDERS
+from benchmarks.step_profile import STEP, WAIT, device_times, hooks_of, host_parts, read_trace
 from sdp4bit.collectives.transport import PendingTransfer
-
-OUTSIDE = "Python outside of operators"
-PARTS = {
-    "matrix products and attention": r"aten::(mm|addmm|bmm)$|attention",
-    "system calls of transfers": r"^c10d::",
-    "waiting for transfers": r"^wait$",
-    "operators of sdp4bit": r"sdp4bit::(subtract_quantize|hadamard_quantize|dequantize_\w+)$",
-    "optimizer": r"adamw|^Optimizer",
-    "copies": r"aten::(copy_|cat|fill_)$",
-    "other operators": r"^aten::",
-    OUTSIDE: "",
-}
-"""Parts of a step, by the names of the profiler's events; the first that matches counts."""
 
 
 def build(command: dict[str, Any]) -> dict[str, TrainingStep]:
@@ -60,21 +54,24 @@ def run(step: TrainingStep, steps: int, *, hosts: dist.ProcessGroup | None) -> d
         hosts: group of the barriers on the host; None for the default group.
     """
     before = step.sent_bytes()
-    seconds = []
-    loss = torch.zeros(())
+    seconds, issued, losses = [], [], []
     for _ in range(steps):
         step.load()
         _meet(hosts)
         start = time.perf_counter()
-        loss = step()
-        _meet(hosts)
+        with record_function(STEP):
+            losses.append(step())
+        issued.append(time.perf_counter() - start)
+        with record_function(WAIT):
+            _meet(hosts)
         seconds.append(time.perf_counter() - start)
-    loss = loss.float().cpu()
-    dist.all_reduce(loss, group=hosts)
+    total = torch.stack(losses).float().cpu()
+    dist.all_reduce(total, group=hosts)
     after = step.sent_bytes()
     return {
         "seconds": seconds,
-        "loss": loss.item() / dist.get_world_size(),
+        "issued": issued,
+        "losses": (total / dist.get_world_size()).tolist(),
         "sent_bytes": None if before is None or after is None else after - before,
         "peak_bytes": torch.cuda.max_memory_allocated() if device().type == "cuda" else None,
     }
@@ -87,21 +84,33 @@ def _meet(hosts: dist.ProcessGroup | None) -> None:
     dist.barrier(hosts)
 
 
-def profile(step: TrainingStep, steps: int, *, hosts: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Return the time of one step by its parts, on this rank."""
+def profile(
+    step: TrainingStep, steps: int, trace: str | None, *, hosts: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Return the parts of a step's time on this rank, and its time without the profiler."""
+    alone = run(step, steps, hosts=hosts)
     wait = record_function("wait")(PendingTransfer.wait)
+    activities = [profiler.ProfilerActivity.CPU]
+    if device().type == "cuda":
+        activities.append(profiler.ProfilerActivity.CUDA)
     with (
         mock.patch.object(PendingTransfer, "wait", wait),
-        profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profiled,
+        profiler.profile(activities=activities) as profiled,
     ):
         seconds = run(step, steps, hosts=hosts)["seconds"]
-    spent = dict.fromkeys(PARTS, 0.0)
-    for event in profiled.key_averages():
-        part = next(part for part, names in PARTS.items() if re.search(names, event.key))
-        spent[part] += event.self_cpu_time_total / 1e3 / steps
-    # Events overlap only with their own children, so the rest of the step is outside all of them.
-    spent[OUTSIDE] += 1e3 * sum(seconds) / steps - sum(spent.values())
-    return {"milliseconds": spent}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json.gz"
+        if trace is not None and dist.get_rank() == 0:
+            path = Path(trace)
+        profiled.export_chrome_trace(str(path))
+        events = read_trace(path)
+    return {
+        "ms": host_parts(profiled.key_averages(), seconds, is_cuda=device().type == "cuda"),
+        "seconds": alone["seconds"],
+        "issued": alone["issued"],
+        "device": device_times(events),
+        **hooks_of(events),
+    }
 
 
 def main() -> None:
@@ -121,11 +130,16 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if "build" in command:
+            # Release the memory of an earlier build first; two of a large model may not fit.
+            steps.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
             steps = build(command)
             model = build_model(Workload(**command["workload"]))
             answer: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
         elif "profile" in command:
-            answer = profile(steps[command["profile"]], command["steps"], hosts=hosts)
+            name, trace = command["profile"], command["trace"]
+            answer = profile(steps[name], command["steps"], trace, hosts=hosts)
         else:
             answer = run(steps[command["run"]], command["steps"], hosts=hosts)
         answers.write(json.dumps(answer) + "\n")

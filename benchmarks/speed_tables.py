@@ -51,50 +51,8 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
 
 
-def nccl_page(folder: Path) -> str:
-    """Return step times and collectives of ranks that share a GPU, for each machine in results/gpu."""
-    predicted: dict[tuple[str, str, str], float] = {}
-    found = json.loads((folder / "predictions-nccl.json").read_text(encoding="utf-8"))
-    for row in found["rows"]:
-        predicted[row["layout"], row["strategy"], row["rate"]] = row["seconds_per_step"]
-    text = (
-        "[How this is measured](../one-gpu.md). Ranks share one GPU, over NCCL's sockets, on links of a "
-        "limited rate. Seconds are medians of the rounds, beside the predicted ones in parentheses.\n\n"
-        "From 10 Gbit/s up, sdp4bit's step does not get shorter with the link: the host limits it. "
-        "Its medians of a few rounds scatter there. [Planned and measured steps](planned.md) shows the "
-        "fastest rounds, and the seconds of today's model of a step.\n\n"
-        f"Predictions of {found['date']}. {found['note']}\n"
-    )
-    for path in sorted(folder.glob("*/nccl-2*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        layout = f"{result['nodes']}x{result['ranks_per_node']}"
-        count = result["workload"]["micro_batches"] if "workload" in result else 1
-        heading = f"{path.parent.name}: {_layout_of(result)}"
-        heading += f", {count} micro-batches" if count > 1 else ""
-        of_layout = {(name, rate): seconds for (of, name, rate), seconds in predicted.items() if of == layout}
-        text += f"\n{cluster_section(result, heading=heading, predicted=of_layout if count == 1 else {})}"
-    for path in sorted(folder.glob("*/nccl-*.json")):
-        checks = json.loads(path.read_text(encoding="utf-8")).get("checks", ())
-        for check in checks:
-            if check["name"] == "collectives" and check["result"] == "passed":
-                text += f"\n{_collectives_section(path, check['findings'])}"
-    return text
-
-
-def _collectives_section(path: Path, found: dict[str, Any]) -> str:
-    sizes = found["seconds"]
-    rows = [
-        [name, *(f"{1e3 * of[name]:.2f}" for of in sizes.values())] for name in next(iter(sizes.values()))
-    ]
-    titles = ["milliseconds", *(f"{int(size):,} bytes" for size in sizes)]
-    return (
-        f"## {path.parent.name}: collectives, {path.stem}\n\nBytes are of each rank. Two communicators at "
-        f"once beside a matrix product take {1e3 * found['two_communicators_seconds']:.0f} ms.\n\n"
-        f"{table(titles, rows)}"
-    )
-
-
-def _layout_of(result: dict[str, Any]) -> str:
+def layout_of(result: dict[str, Any]) -> str:
+    """Return the numbers of nodes and of ranks per node in words."""
     return f"{_plural(result['nodes'], 'node')} x {_plural(result['ranks_per_node'], 'rank')}"
 
 
@@ -103,12 +61,14 @@ def cluster_section(
     *,
     heading: str | None = None,
     predicted: Mapping[tuple[str, str], float] | None = None,
+    quartiles: bool = False,
 ) -> str:
     """Return ratios, seconds and bytes of one layout, with their origin.
 
     Args:
         heading: default: the layout.
         predicted: seconds by strategy and rate, which are shown beside the measured ones.
+        quartiles: whether lower quartiles are shown before medians.
     """
     expected = predicted or {}
     rates = rates_of(result)
@@ -129,7 +89,8 @@ def cluster_section(
     for strategy in slowest_first:
         of = by_strategy[strategy]
         cells = [
-            f"{of[rate]['seconds_per_step']:.3f}"
+            (f"{of[rate]['lower_quartile']:.3f}, " if quartiles else "")
+            + f"{of[rate]['seconds_per_step']:.3f}"
             + (f" ({expected[strategy, rate]:.3f})" if (strategy, rate) in expected else "")
             if rate in of
             else ""
@@ -139,7 +100,7 @@ def cluster_section(
         counted = first["reported_bytes_per_node_per_step"]
         sent = f"{first['tx_bytes_per_node_per_step'] / 1e6:.2f}"
         rows.append([f"`{strategy}`", *cells, sent, "" if counted is None else f"{counted / 1e6:.2f}"])
-    heading = heading or _layout_of(result)
+    heading = heading or layout_of(result)
     note = f"{result['note'][0].upper()}{result['note'][1:]}.\n\n" if result.get("note") else ""
     return (
         f"## {heading}\n\n{result['parameters'] / 1e6:.1f} million parameters.\n\n"
@@ -149,15 +110,14 @@ def cluster_section(
 
 
 def profile_section(results: Sequence[dict[str, Any]]) -> str:
-    """Return where the time of a step goes, a column per result."""
-    parts = results[0]["profile"]["ms"]
-    rows = [[part, *(f"{result['profile']['ms'][part]:.1f}" for result in results)] for part in parts]
-    rows.append(["total", *(f"{sum(result['profile']['ms'].values()):.1f}" for result in results)])
-    titles = [f"`{result['profile']['strategy']}`" for result in results]
-    rate = RATES[results[0]["profile"]["rate"]]
+    """Return the parts of a step's time on the host, a column per profile."""
+    profiles = [profile for result in results for profile in result["profiles"]]
+    rows = [[part, *(f"{of['ms'].get(part, 0):.1f}" for of in profiles)] for part in profiles[0]["ms"]]
+    rows.append(["total", *(f"{sum(of['ms'].values()):.1f}" for of in profiles)])
+    titles = [f"`{of['strategy']}`" for of in profiles]
     return (
-        f"## Profile of a step\n\nMilliseconds of rank 0 at {rate}, 2 nodes x 1 rank, under PyTorch's "
-        f"profiler, which makes a step some 10 % longer.\n\n"
+        f"## Profile of a step\n\nMilliseconds of rank 0 at {RATES[profiles[0]['rate']]}, "
+        f"{layout_of(results[0])}, under PyTorch's profiler, which makes a step some 10 % longer.\n\n"
         f"{table(['part', *titles], rows)}\n{origin(results[-1])}\n"
     )
 

@@ -26,6 +26,7 @@ from benchmarks.frontier_tables import (
     frontier_losses,
     frontier_seconds,
 )
+from benchmarks.gpu_tables import nccl_page
 from benchmarks.loss_tables import (
     draw_losses,
     draw_nodes,
@@ -44,7 +45,6 @@ from benchmarks.speed_tables import (
     cluster_section,
     draw_step_times,
     kernels_page,
-    nccl_page,
     profile_section,
 )
 from sdp4bit_lab.common.files import write_atomically

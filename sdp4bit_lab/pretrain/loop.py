@@ -134,16 +134,19 @@ class TrainingLoop:
         """Compute the mean loss over all ranks' validation or test batches, and the bytes sent."""
         batches = self.batches.test() if test else self.batches.validation()
         with _naming_the_time(f"{'test' if test else 'validation'} after step {self.progress.step}"):
-            loss_sum, tokens = self._step_of_model.validate(batches)
+            losses, tokens = self._step_of_model.validate(batches)
             sent, _ = self._newly_sent()
-            total, count, intra_bytes, inter_bytes = sum_over_ranks(
-                [loss_sum, tokens, sent["intra_bytes"], sent["inter_bytes"]], device=self.ranks.device
+            own = [sum(losses), sum(tokens), sent["intra_bytes"], sent["inter_bytes"]]
+            total, count, intra_bytes, inter_bytes, *of_batches = sum_over_ranks(
+                [*own, *losses, *tokens], device=self.ranks.device
             )
+            sums, counts = of_batches[: len(losses)], of_batches[len(losses) :]
         return ValidationMetrics(
             step=self.progress.step,
             loss=total / count,
             intra_bytes=round(intra_bytes),
             inter_bytes=round(inter_bytes),
+            batch_losses=tuple(total / max(1, count) for total, count in zip(sums, counts, strict=True)),
         )
 
     def _newly_sent(self) -> tuple[dict[str, int], float]:

@@ -72,6 +72,8 @@ class ValidationMetrics:
     loss: float
     intra_bytes: int
     inter_bytes: int
+    batch_losses: tuple[float, ...] = ()
+    """Mean loss of each batch, for an interval of the difference between runs."""
 
 
 class MetricsWriter:
@@ -248,10 +250,13 @@ class MetricsWriter:
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
     """Replace NaN and infinite numbers by None, because JSON lacks them."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+
+    def finite(value: object) -> object:
+        if isinstance(value, tuple):
+            return [finite(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: finite(value) for name, value in values.items()}
 
 
 def _earlier_events(config: LoggingConfig, *, first_step: int, validation_due: bool) -> list[dict[str, Any]]:

@@ -108,18 +108,21 @@ class TrainingStep:
         return loss_sum
 
     @torch.no_grad()
-    def validate(self, batches: Iterable[Batch]) -> tuple[float, float]:
-        """Return the summed loss and the number of tokens; both 0 if another rank reports them."""
+    def validate(self, batches: Iterable[Batch]) -> tuple[list[float], list[float]]:
+        """Return the summed loss and the number of tokens of each batch; 0 if another rank reports them.
+
+        With a pipeline, the micro batches of a step are one batch.
+        """
         self.model.train(False)
-        loss_sum = tokens = torch.zeros((), dtype=torch.float64, device=self.model.layout.ranks.device)
+        losses, tokens = [], []
         remaining = iter(batches)
         while group := list(islice(remaining, self._accumulation if self._pipeline else 1)):
-            tokens = tokens + self._count(group)
-            loss_sum = loss_sum + self._evaluate(group)
+            tokens.append(self._count(group))
+            losses.append(self._evaluate(group).double())
         self.model.reshard()
         if not self.model.layout.reports_loss:
-            return 0.0, 0.0
-        return loss_sum.item(), tokens.item()
+            return [0.0] * len(losses), [0.0] * len(losses)
+        return torch.stack(losses).tolist(), torch.stack(tokens).tolist()
 
     def _evaluate(self, batches: list[Batch]) -> Tensor:
         if self._pipeline is None:

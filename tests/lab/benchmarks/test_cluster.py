@@ -350,7 +350,9 @@ def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "rows.json").read_text())
     rows = {(row["rate"], row["strategy"]): row for row in result["rows"]}
     assert len(rows) == 10
-    spent = result["profile"]["ms"]
+    (profile,) = result["profiles"]
+    spent = profile["ms"]
+    assert profile["groups"] == 5 and profile["device"] is None
     assert all(spent[part] > 0 for part in spent), spent
     assert sum(spent.values()) < 10 * 1e3 * rows["1gbit", "sdp4bit"]["seconds_per_step"]
     for row in rows.values():

@@ -17,6 +17,7 @@ import torch
 from benchmarks import cluster_network, gpu_report
 from benchmarks.cluster_network import reason_to_skip
 from benchmarks.gpu_report import ROOT, Part, parts, run_part
+from benchmarks.gpu_tables import nccl_page
 from benchmarks.tables import Results
 
 REASON = reason_to_skip()
@@ -33,7 +34,7 @@ def _report(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
         "--out",
         str(out),
     ]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3500)
 
 
 @pytest.mark.gloo
@@ -60,31 +61,33 @@ def test_outcome_of_a_part(command: list[str], seconds: int, result: str, last: 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_a_part_writes_beside_the_report(tmp_path: Path) -> None:
-    """Launches and host time are measured on the CPU too; without a GPU there are no launches to count."""
-    done = _report("try", "--parts", "profile", out=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "try" / "report.json").read_text())
-    assert report["parts"]["profile"]["result"] == "passed"
-    profile = json.loads((tmp_path / "try" / "profile.json").read_text())
-    # Two blocks are gathered twice and the root once; each is reduced once.
-    assert profile["sdp4bit"]["calls"] == pytest.approx((2 + 2 + 1 + 3) / 3)
-    assert profile["plain"]["calls"] == 0
-    assert profile["sdp4bit"]["host_us"] > 0
-    assert profile["sdp4bit"]["launches"] is None
-
-
-@pytest.mark.gloo
-@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_all_parts_on_a_cpu(tmp_path: Path) -> None:
-    done = _report("try", out=tmp_path)
-    report = json.loads((tmp_path / "try" / "report.json").read_text())
+    """The rehearsal: every part runs, and the page shows each of their results."""
+    done = _report("try", "--runs", str(tmp_path / "runs"), out=tmp_path)
+    folder = tmp_path / "try"
+    report = json.loads((folder / "report.json").read_text())
     results = {name: part["result"] for name, part in report["parts"].items()}
     assert results.pop("tests") == "passed"  # two of them need no device
     assert results.pop("limits") == "skipped"
     assert set(results.values()) == {"passed"}, done.stdout
-    files = {path.stem for path in (tmp_path / "try").glob("*.json")}
-    assert files == {"report", *results}
+    read = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert set(read) == {"report", *results}
+    profiles = {each["strategy"]: each for each in read["profile"]["profiles"]}
+    assert [profiles[name]["groups"] for name in ("compute", "sdp4bit", "sdp4bit-threes")] == [0, 4, 2]
+    assert profiles["sdp4bit"]["host_us_per_group"]["FSDP::all_gather"] > 0
+    assert {path.name for path in (folder / "traces").iterdir()} == {f"{name}.json.gz" for name in profiles}
+    assert all(result["complete"] for name, result in read.items() if name.startswith(("steps", "losses")))
+    large = {row["strategy"]: row["rounds"] for row in read["steps-2x1-620m"]["rows"]}
+    assert large == dict.fromkeys(("compute", "fsdp2", "fsdp2-bf16", "ddp-bf16", "sdp4bit"), 2)
+    exact = read["losses-deterministic"]["losses"]
+    assert exact["fair"] == exact["hierarchical"] == exact["fsdp2"] and len(exact["fsdp2"]) == 6
+    assert {run["steps"] for run in read["training"]["runs"].values()} == {2}
+    (tmp_path / "predictions-nccl.json").write_text('{"rows": [], "date": "", "note": ""}')
+    page = nccl_page(tmp_path)
+    for heading in ("profile", "losses", "125 million parameters", "2 nodes x 1 rank, steps-2x1-620m"):
+        assert f"## try: {heading}\n" in page
 
 
 @pytest.mark.gloo
@@ -92,7 +95,7 @@ def test_all_parts_on_a_cpu(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["../elsewhere"], "is no name"),
-        (["try", "--parts", "kernel"], "--parts kernel is unknown: use nccl-collectives, nccl-2x1"),
+        (["try", "--parts", "kernel"], "--parts kernel is unknown: use profile, steps-2x1"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], text: str, tmp_path: Path) -> None:
@@ -103,19 +106,25 @@ def test_wrong_arguments(arguments: list[str], text: str, tmp_path: Path) -> Non
 
 
 def test_ten_minutes(tmp_path: Path) -> None:
-    """The limits of the parts over NCCL are within the time of one call, with 150 s left for the self-test,
-    the last of them. Those of the other parts are 14 minutes; what takes 10 is measured on a GPU."""
+    """The first call of 570 s answers the first two questions, and a piece of training fits into a call."""
     every = parts(tmp_path, tmp_path, device="cuda")
-    nccl = [part for part in every if part.name.startswith("nccl-")]
-    assert nccl == every[: len(nccl)] and nccl[-1].name == "nccl-selftest"
-    assert sum(part.seconds for part in nccl[:-1]) <= 570 - 150
-    assert sum(part.seconds for part in every[len(nccl) :]) <= 14 * 60
+    first = ["profile", "steps-2x1", "steps-2x1-620m"]
+    assert [part.name for part in every[:3]] == first
+    assert sum(part.seconds for part in every[:3]) <= 570
+    assert max(part.seconds for part in every) <= 570
 
 
-NCCL = [
-    *("nccl-collectives", "nccl-2x1", "nccl-2x2", "nccl-2x2-deferred"),
-    *("nccl-deterministic", "nccl-no-mps", "nccl-selftest"),
-]
+def test_the_page_has_one_script(tmp_path: Path) -> None:
+    parts(tmp_path, tmp_path, device="cuda")
+    script = (tmp_path / "share_gpu.sh").read_text()
+    assert script.startswith("#!/bin/bash\n") and script.endswith('exec python "$@"\n')
+    for page in ("no script", f"```bash\n{script}```\n```bash\n{script}```\n"):
+        with pytest.raises(ValueError, match="not one"):
+            gpu_report.wrapper_of(page)
+
+
+STEPS = ["steps-2x1", "steps-2x1-620m", "steps-2x2", "steps-2x2-deferred", "steps-2x2-channels"]
+SLOW = "steps-620m-slow"
 Started = list[tuple[str, float]]
 
 
@@ -135,7 +144,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
         monkeypatch.setattr(gpu_report, "describe_machine", lambda: {"gpu": "H100"})
         monkeypatch.setattr(gpu_report, "run_part", run)
         monkeypatch.setattr(gpu_report.time, "monotonic", lambda: clock[0])
-        monkeypatch.setattr(sys, "argv", ["gpu_report", "try", "--out", str(tmp_path), *arguments])
+        runs = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+        monkeypatch.setattr(sys, "argv", ["gpu_report", "try", *runs, *arguments])
         with pytest.raises(SystemExit) as exit_:
             gpu_report.main()
         written = json.loads((tmp_path / "try" / "report.json").read_text())
@@ -146,19 +156,39 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
 
 @pytest.mark.gloo
 def test_a_first_word_selects_several_parts(started: Callable[..., tuple[Started, Any, Any]]) -> None:
-    calls, written, code = started("--parts", "nccl")
-    assert [name for name, _ in calls] == list(written) == NCCL and not code
+    calls, written, code = started("--parts", "steps")
+    assert [name for name, _ in calls] == list(written) == [*STEPS, SLOW] and not code
     assert {limit for _, limit in calls} == {float("inf")}
-    calls, _, _ = started("--parts", "nccl-2x2,kernels")
-    assert [name for name, _ in calls] == ["nccl-2x2", "kernels"]
+    calls, _, _ = started("--parts", "steps-2x2,kernels")
+    assert [name for name, _ in calls] == ["steps-2x2", "kernels"]
 
 
 @pytest.mark.gloo
-def test_the_total_time_ends_later_parts(started: Callable[..., tuple[Started, Any, Any]]) -> None:
-    calls, written, code = started("--parts", "nccl", "--seconds", "304")
-    assert calls == list(zip(NCCL, (304.0, 204.0, 104.0), strict=False))
-    assert [written[name]["result"] for name in NCCL] == ["passed"] * 3 + ["not started"] * 4
+def test_the_total_time_leaves_out_parts_that_need_more(
+    started: Callable[..., tuple[Started, Any, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, written, code = started("--parts", "steps", "--seconds", "330")
+    # The second and the last need 280 and 200 s: with 230 s left the second starts, with 30 s no part does.
+    assert calls == [("steps-2x1", 330.0), ("steps-2x1-620m", 230.0), ("steps-2x2", 130.0)]
+    assert [written[name]["result"] for name in (*STEPS, SLOW)] == ["passed"] * 3 + ["not started"] * 3
     assert code == 1
+    assert "The same command with --resume continues" in capsys.readouterr().out
+    calls, written, code = started("--parts", "steps", "--resume")
+    assert [name for name, _ in calls] == [*STEPS[3:], SLOW] and not code
+    assert {part["result"] for part in written.values()} == {"passed"}
+
+
+@pytest.mark.parametrize(
+    ("result", "limit", "done"),
+    [
+        *(("passed", 5, True), ("skipped", 5, True), ("failed", 20, False), ("unfinished", 20, False)),
+        *(("timed out", 20, True), ("timed out", 19, False), ("not started", 0, False)),
+    ],
+)
+def test_parts_that_a_later_call_repeats(result: str, limit: float, done: bool) -> None:
+    part = Part(name="part", about="a test", command=[], seconds=20)
+    assert gpu_report.is_done(part, {"result": result, "limit": limit}) is done
+    assert not gpu_report.is_done(part, None)
 
 
 _HANGS = """
@@ -197,28 +227,6 @@ def test_a_part_that_hangs_leaves_its_stacks_and_no_process(
         time.sleep(0.05)
 
 
-@pytest.mark.gloo
-@pytest.mark.slow
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_ranks_that_share_a_gpu_are_rehearsed_on_a_cpu(tmp_path: Path) -> None:
-    names = ["nccl-collectives", "nccl-2x1", "nccl-no-mps", "nccl-deterministic"]
-    done = _report("try", "--parts", ",".join(names), out=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "try" / "report.json").read_text())
-    assert {name: part["result"] for name, part in report["parts"].items()} == dict.fromkeys(names, "passed")
-    results = {name: json.loads((tmp_path / "try" / f"{name}.json").read_text()) for name in names}
-    assert [results[name]["ranks"] for name in names] == [4, 2, 2, 2]
-    assert [check["name"] for check in results["nccl-no-mps"]["checks"]] == ["facts", "collectives"]
-    cluster = results["nccl-2x1"]
-    assert (cluster["transport"], cluster["device"]) == ("gloo", "cpu")
-    assert cluster["label"] == "emulated cluster, TCP, gloo, CPU"
-    rows = {row["strategy"]: row for row in cluster["rows"]}
-    assert set(rows) == {"compute", "fsdp2", "fsdp2-bf16", "ddp-bf16", "sdp4bit", "sdp4bit-w3g3.5"}
-    assert rows["sdp4bit"]["bytes_agree"]
-    losses = {row["loss"] for row in results["nccl-deterministic"]["rows"]}
-    assert len(results["nccl-deterministic"]["rows"]) == 3 and len(losses) == 1
-
-
 def test_pages_show_what_was_sent(tmp_path: Path) -> None:
     """Kernel times of a report join the tables of their device."""
     folder = tmp_path / "results" / "gpu" / "h100"
@@ -248,7 +256,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, s
         monkeypatch.setattr(
             gpu_report, "run_part", lambda part, _, limit: {"result": "passed", "call": number}
         )
-        arguments = ["try", "--out", str(tmp_path), *(["--parts", wanted] if wanted else [])]
+        runs = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+        arguments = ["try", *runs, *(["--parts", wanted] if wanted else [])]
         monkeypatch.setattr(sys, "argv", ["gpu_report", *arguments])
         with pytest.raises(SystemExit) as exit_:
             gpu_report.main()

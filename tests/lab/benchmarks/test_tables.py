@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cluster_report, collect, loss_tables, speed_tables, tables
+from benchmarks import cluster_report, collect, gpu_tables, loss_tables, speed_tables, tables
 from benchmarks.cluster_report import Sample
 from benchmarks.cluster_strategies import Cluster
 from benchmarks.markdown import percent
@@ -204,7 +204,7 @@ def test_runs_of_the_cluster_become_a_table_and_a_figure(tmp_path: Path) -> None
 
 
 def test_times_over_nccl_stand_beside_their_predictions() -> None:
-    text = speed_tables.nccl_page(ROOT / "results" / "gpu")
+    text = gpu_tables.nccl_page(ROOT / "results" / "gpu")
     assert "| `sdp4bit` | 0.695 (0.751) | 0.118 (0.161) | 0.148 (0.111) | 0.133 |" in text
     assert text.count("## h100: 2 nodes x") == 2 and "## h100: collectives, nccl-collectives" in text
     gain = tables.Results().fragment("nccl-40")
