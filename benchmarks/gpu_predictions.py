@@ -1,10 +1,10 @@
 """Predictions of the second call over NCCL beside the measurements.
 
     python -m benchmarks.gpu_predictions results/gpu/NAME
-    python -m benchmarks.gpu_predictions --planned PLAN.json --source "sdp4bit plan of 2026-12-01"
+    python -m benchmarks.gpu_predictions --plan
 
-The first prints both. The second adds planned seconds, {part: {strategy: {rate: seconds}}}, to
-results/gpu/predictions-second.json; those of the same source are replaced. Add them before the run.
+The first prints both. The second adds the seconds of the planner's model to
+results/gpu/predictions-second.json, instead of its earlier ones. Add them before the run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
+from benchmarks.planned_jobs import jobs_of
+from sdp4bit_lab.plan.config import PlanConfig
+from sdp4bit_lab.plan.host import host_time
+from sdp4bit_lab.plan.model import PlanModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PREDICTIONS = ROOT / "results" / "gpu" / "predictions-second.json"
+MODEL = "the model of `sdp4bit plan`, with the measured host scaled to the current code; middle of the range"
+SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence_length")
 Planned = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Seconds per step by part of the report, strategy and rate."""
 
@@ -39,6 +45,35 @@ def add_planned(content: dict[str, Any], planned: Planned, *, source: str) -> di
         for rate, seconds in rates.items()
     ]
     return {**content, "seconds": kept + new}
+
+
+def planned_by_model(content: dict[str, Any]) -> Planned:
+    """Return the planner's seconds of all predicted steps that it knows; the middle of its ranges."""
+    known = {(row["part"], row["strategy"], row["rate"]): row for row in content["seconds"]}
+    planned: dict[str, dict[str, dict[str, float]]] = {}
+    for part in dict.fromkeys(part for part, _, _ in known):
+        result, compute = _unmeasured(part, [each[1:] for each in known if each[0] == part])
+        for job in jobs_of(ROOT, part, result, compute=compute, host=host_time("measured")):
+            seconds = round(sum(job.planned) / 2, 3)
+            planned.setdefault(part, {}).setdefault(job.strategy, {})[job.rate] = seconds
+    return planned
+
+
+def _unmeasured(part: str, steps: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], float]:
+    """Return a part as a result without times, and the seconds of its arithmetic on the H100."""
+    layout = "2x2" if "2x2" in part else "2x1"
+    measured = json.loads((ROOT / f"results/gpu/h100/nccl-{layout}.json").read_text(encoding="utf-8"))
+    compute = min(row["fastest"] for row in measured["rows"] if row["strategy"] == "compute")
+    workload = dict(measured["workload"])
+    if "620m" in part:
+        flops = []
+        for hidden in (workload["hidden"], 2048):
+            shape = PlanModelConfig(**{name: workload[name] for name in SHAPE} | {"hidden": hidden})
+            flops.append(PlanConfig(model=shape).shape.flops_per_sample(workload["sequence_length"]))
+        workload["hidden"], compute = 2048, compute * flops[1] / flops[0]
+    times = dict.fromkeys(("fastest", "seconds_per_step", "tx_bytes_per_node_per_step", "rounds"), 0)
+    rows = [{"strategy": strategy, "rate": rate, **times} for strategy, rate in steps]
+    return {**measured, "workload": workload, "rows": rows}, compute
 
 
 def seconds_of(content: dict[str, Any], part: str) -> dict[tuple[str, str], float]:
@@ -73,16 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.gpu_predictions", description=__doc__.split("\n")[0]
     )
     parser.add_argument("folder", type=Path, nargs="?", help="results of a machine")
-    parser.add_argument("--planned", type=Path, help="file of planned seconds to add")
-    parser.add_argument("--source", help="of the planned seconds, in words")
+    parser.add_argument("--plan", action="store_true", help="add the seconds of the planner's model")
     parser.add_argument("--file", type=Path, default=PREDICTIONS)
     chosen = parser.parse_args(arguments)
     content = read(chosen.file)
-    if chosen.planned is not None:
-        if not chosen.source:
-            parser.error("--planned needs --source: say in words where the seconds come from")
-        planned = json.loads(chosen.planned.read_text(encoding="utf-8"))
-        content = add_planned(content, planned, source=chosen.source)
+    if chosen.plan:
+        content = add_planned(content, planned_by_model(content), source=MODEL)
         chosen.file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(compared(content, chosen.folder or chosen.file.parent))
 

@@ -124,7 +124,7 @@ def jobs(root: Path, *, host: HostTime | None = None) -> list[Job]:
     for path, result in results.items():
         seconds = compute.get(_machine_of(result))
         if seconds is not None or result["transport"] == "nccl":
-            found += _jobs_of(root, str(path.relative_to(root)), result, compute=seconds, host=host)
+            found += jobs_of(root, str(path.relative_to(root)), result, compute=seconds, host=host)
     return found
 
 
@@ -141,9 +141,15 @@ def _workload_of(result: dict[str, Any]) -> dict[str, int]:
     return {name: stated.get(name, default) for name, default in _DEFAULT.items()}
 
 
-def _jobs_of(
+def jobs_of(
     root: Path, source: str, result: dict[str, Any], *, compute: float | None, host: HostTime | None
 ) -> Iterator[Job]:
+    """Yield the jobs of one result.
+
+    Args:
+        compute: seconds of the arithmetic of a step.
+        host: constants to plan a GPU with; None takes those of the code that ran.
+    """
     on_gpu = result["transport"] == "nccl"
     work = _workload_of(result)
     ranks = result["nodes"] * result["ranks_per_node"]

@@ -159,18 +159,22 @@ def test_planned_seconds_join_the_predictions(tmp_path: Path, capsys: pytest.Cap
     assert all(row["source"] for row in [*content["seconds"], *content["statements"]])
     known = gpu_predictions.seconds_of(content, "steps-2x1-620m")
     assert known["fsdp2-bf16", "40gbit"] / known["sdp4bit", "40gbit"] == pytest.approx(2.1, abs=0.1)
-    file, plan = tmp_path / "predictions.json", tmp_path / "plan.json"
-    file.write_text(json.dumps(content))
-    arguments = [str(tmp_path), "--file", str(file), "--planned", str(plan), "--source", "a plan"]
-    for seconds in (9.0, 2.0):
-        plan.write_text(json.dumps({"steps-2x1": {"sdp4bit": {"10gbit": seconds}}}))
-        row = {"strategy": "sdp4bit", "rate": "10gbit", "lower_quartile": 3.0}
-        (tmp_path / "steps-2x1.json").write_text(json.dumps({"rows": [row]}))
-        gpu_predictions.main(arguments)
+    # The planner's seconds replace its earlier ones, and count last.
+    file = tmp_path / "predictions.json"
+    earlier = gpu_predictions.add_planned(
+        content, {"steps-2x1": {"sdp4bit": {"10gbit": 9.0}}}, source=gpu_predictions.MODEL
+    )
+    file.write_text(json.dumps(earlier))
+    row = {"strategy": "sdp4bit", "rate": "10gbit", "lower_quartile": 3.0}
+    (tmp_path / "steps-2x1.json").write_text(json.dumps({"rows": [row]}))
+    gpu_predictions.main([str(tmp_path), "--file", str(file), "--plan"])
+    planned = gpu_predictions.seconds_of(gpu_predictions.read(file), "steps-2x1")["sdp4bit", "10gbit"]
+    assert 0.08 < planned < 0.11  # 82 MB take 66 ms, and the arithmetic 29 ms; or the host 13 groups
     printed = capsys.readouterr().out
-    assert "| steps-2x1 | sdp4bit | 10gbit | 2.000 | 3.000 | 1.50 | a plan |" in printed
-    after = gpu_predictions.read(file)
-    assert len(after["seconds"]) == len(content["seconds"]) + 1
-    assert gpu_predictions.seconds_of(after, "steps-2x1")["sdp4bit", "10gbit"] == 2.0
-    with pytest.raises(SystemExit):
-        gpu_predictions.main(arguments[:-2])
+    assert f"| steps-2x1 | sdp4bit | 10gbit | {planned:.3f} | 3.000 | {3 / planned:.2f} |" in printed
+    # Twice: nothing is added again. Strategies that the planner does not know have no seconds of it.
+    once = gpu_predictions.read(file)
+    gpu_predictions.main([str(tmp_path), "--file", str(file), "--plan"])
+    assert gpu_predictions.read(file) == once
+    of_model = {each["strategy"] for each in once["seconds"] if each["source"] == gpu_predictions.MODEL}
+    assert of_model == {"fsdp2", "fsdp2-bf16", "ddp-bf16", "hsdp-bf16", "sdp4bit", "hsdp-sdp4bit"}
