@@ -368,10 +368,11 @@ def assert_variants_equal(
     )
 
 
-def assert_replicas_identical(comm: Any) -> None:
+def assert_replicas_identical(comm: Any, *, may_be_alone: bool = False) -> None:
     """Every rank that holds the same rows of the same parameter group holds the same bits.
 
-    There must be such ranks: at least one other has rows of this rank.
+    Args:
+        may_be_alone: whether no other rank may have rows of this rank; the test is then of the others.
     """
     mine = {}
     for group in comm.groups:
@@ -386,7 +387,8 @@ def assert_replicas_identical(comm: Any) -> None:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     del gathered[dist.get_rank()]
-    assert mine and any(mine.keys() & other.keys() for other in gathered), "no other rank has these rows"
+    has_peers = any(mine.keys() & other.keys() for other in gathered)
+    assert may_be_alone or has_peers, "no other rank has these rows"
     for other in gathered:
         for key in mine.keys() & other.keys():
             assert torch.equal(mine[key], other[key]), key

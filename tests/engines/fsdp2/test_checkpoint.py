@@ -346,7 +346,7 @@ def test_loads_that_bypass_the_handle_lead_to_a_refresh_in_full_precision(tmp_pa
     }
     job = Job(NODE, topology=1)
     # Once, for three loads in a row, on one rank.
-    with expect_warnings("weights ("):
+    with expect_warnings("weights were sent in full precision 3 times in a row, now because: weights were loaded"):
         for name, load in loads.items():
             job.train(1)
             with torch.no_grad():
@@ -409,7 +409,7 @@ def test_saving_changes_nothing_and_holds_plain_values(tmp_path: Path) -> None:
     state = job.comm.state_dict()
     assert not equal_states(state, template)
     assert [type(leaf) for leaf in leaves(state)] == [type(leaf) for leaf in leaves(template)]
-    assert {type(leaf) for leaf in leaves(state)} == {int, torch.Tensor, DTensor}
+    assert {type(leaf) for leaf in leaves(state)} == {torch.Tensor, DTensor}
 
     ours = job.model.state_dict()
     assert list(ours) == list(plain) and ours.keys() == state["replica"].keys()
@@ -543,7 +543,8 @@ def test_another_layout_starts_from_the_main_weights(tmp_path: Path) -> None:
                 with torch.no_grad():
                     assert torch.equal(model(batch), plain(batch)), kind
                     plain.reshard()
-                toy.assert_replicas_identical(comm)
+                # One of the layouts has no two ranks that hold the same rows.
+                toy.assert_replicas_identical(comm, may_be_alone=True)
                 assert comm.stats()["steps"] == number
             toy.train(model, toy.adamw(model), toy.batches(), 1)
             dcp.save({"model": model.state_dict(), "comm": comm}, checkpoint_id=f"{tmp_path}/{number}")
