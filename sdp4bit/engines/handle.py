@@ -59,9 +59,12 @@ def check_state(state: object, *, owner: str, version: int, keys: Sequence[str])
 
 
 def counters_of(state: ModelState, *, version: int) -> StateDict:
-    """Return the counters from which rounding bits are derived, the same on all ranks."""
-    reductions = [group.gradients.reductions for group in state.groups]
-    return {"format_version": version, "steps": state.steps, "reductions": reductions}
+    """Return the states of all groups, the same on all ranks: counters and the refreshes that are due."""
+    return {
+        "format_version": version,
+        "steps": state.steps,
+        "groups": [group.state() for group in state.groups],
+    }
 
 
 def load_counters(state: ModelState, saved: StateDict, *, owner: str, version: int) -> None:
@@ -70,12 +73,14 @@ def load_counters(state: ModelState, saved: StateDict, *, owner: str, version: i
     Raises:
         ValueError: these are no such counters or not of this model; nothing is changed.
     """
-    check_state(saved, owner=owner, version=version, keys=("steps", "reductions"))
-    if len(saved["reductions"]) != len(state.groups):
-        raise ValueError(f"the state is not of {len(state.groups)} parameter groups: {saved['reductions']}")
+    check_state(saved, owner=owner, version=version, keys=("steps", "groups"))
+    if len(saved["groups"]) != len(state.groups):
+        raise ValueError(
+            f"the state is of {len(saved['groups'])} parameter groups, but the model has {len(state.groups)}"
+        )
     state.steps = saved["steps"]
-    for group, reductions in zip(state.groups, saved["reductions"], strict=True):
-        group.gradients.reductions = reductions
+    for group, own in zip(state.groups, saved["groups"], strict=True):
+        group.load(own)
 
 
 class CommHandle(Misused, ABC):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import TelemetryConfig
+from sdp4bit.observe.explain import last_full_refresh
 from sdp4bit.observe.measures import (
     SQUARES,
     Measurement,
@@ -217,7 +218,7 @@ class ModelState:
                     "weight_bits": None if group.weights.replica is None else group.weights.replica.bits,
                     "gradient_bits": group.gradients.bits,
                     "full_refreshes": group.weights.full_refreshes,
-                    "full_refresh_reason": group.weights.full_refresh_reason,
+                    "full_refresh_reason": last_full_refresh(group.weights),
                 }
             )
         return found

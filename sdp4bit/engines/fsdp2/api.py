@@ -22,7 +22,7 @@ from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import AgreedNodes, ShardedRows, agree
-from sdp4bit.engines.attach import build, host_group
+from sdp4bit.engines.attach import build
 from sdp4bit.engines.fsdp2.checks import (
     PARTIAL_GRADIENTS,
     check_group,
@@ -233,8 +233,7 @@ class FSDPCommHandle(CommHandle):
         state = FSDPModelState(groups, roots=roots, telemetry=config.telemetry)
         super().__init__(state, config=config, note=note, layouts=layouts)
         with self._attaching() as undo:
-            build(groups, layouts=layouts, config=config, undo=undo)
-            state.decision_group = host_group(purpose="decisions", undo=undo)
+            state.decision_group = build(groups, layouts=layouts, config=config, undo=undo)
             undo.callback(setattr, state, "decision_group", None)
             # Without sdp4bit, FSDP2 gathers the main weights again.
             undo.callback(state.reshard, groups)
