@@ -99,7 +99,7 @@ STOPS = {
             "between nodes: one message to the rank with the same local rank on every other node.",
             "engines.fsdp2.edits:Edits.note_refresh": "Checksums of the row are kept for the next "
             "forward.",
-            "collectives.transport:DeferredWork.wait": "On CPUs the second half of the refresh runs when "
+            "collectives.streams:DeferredWork.wait": "On CPUs the second half of the refresh runs when "
             "FSDP2 waits for its gather. On a GPU, streams overlap it.",
             "engines.fsdp2.hooks:AllGatherHook._fill": "FSDP2 makes its parameters from this output, which "
             "is filled from the replica.",
@@ -127,7 +127,7 @@ STOPS = {
             "key of the rounding bits, so it is used once.",
             "collectives.reduce_scatter:QuantizedReduceScatter.__call__": "The row is reduced in chunks, so "
             "that one computes while another is in flight.",
-            "collectives.transport:pipelined": "Chunks advance in turn, from pause to pause.",
+            "collectives.streams:pipelined": "Chunks advance in turn, from pause to pause.",
             "collectives.reduce_scatter:QuantizedReduceScatter._reduce_chunk": "This is the paper's "
             "algorithm 3 in four numbered steps, and the function to read twice.",
             "collectives.reduce_scatter:QuantizedReduceScatter._rounding_key": "Random bits follow from "

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.streams import SideStream, has_one_queue
 from sdp4bit.collectives.topology import TopologySpec
-from sdp4bit.collectives.transport import SideStream, has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.attach import build

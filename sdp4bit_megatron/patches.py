@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sdp4bit.collectives.errors import call_all
-from sdp4bit.collectives.transport import SideStream
+from sdp4bit.collectives.streams import SideStream
 from sdp4bit.collectives.weights import agree_on_refreshes
 from sdp4bit.engines.handle import StateDict
 from sdp4bit_megatron.communication import BucketState, MegatronModelState

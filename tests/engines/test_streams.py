@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives import transport
-from sdp4bit.collectives.transport import advance
+from sdp4bit.collectives.streams import advance
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook
 from sdp4bit_megatron.patches import GroupPatch

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sdp4bit.addresses import page
-from sdp4bit.collectives.transport import has_one_queue
+from sdp4bit.collectives.streams import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.fsdp2.group import check_dtypes

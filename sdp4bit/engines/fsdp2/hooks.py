@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.transport import CompletedWork, DeferredWork, all_gather_dense, reduce_scatter_dense
+from sdp4bit.collectives.streams import CompletedWork, DeferredWork
+from sdp4bit.collectives.transport import all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import Comm
