@@ -64,6 +64,9 @@ class Gradients:
         self._size = nodes.size
         self._replicas = 1 if replicate is None else replicate.size
         self.unquantized_reason = ""
+        """Why there is no reduction; if it is empty when an engine is attached, one is created."""
+        self.unquantized_sum_reason = ""
+        """Likewise, of the all-reduce over the replicate dimension."""
         self.reduction: QuantizedReduceScatter | None = None
         # Sums gradients over the replicate dimension; without it the engine does, in full precision.
         self.all_reduce: QuantizedAllReduce | None = None

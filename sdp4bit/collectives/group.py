@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -105,7 +106,7 @@ class Group:
         self.weights = Weights(nodes=layout)
         self.gradients = Gradients(view.name, nodes=layout, replicate=replicate)
 
-    @property
+    @cached_property
     def counters(self) -> tuple[TrafficCounter, ...]:
         """The group's traffic counters, each for its own set of ranks."""
         return self.weights.traffic, self.gradients.traffic, self.gradients.all_reduce_traffic

@@ -17,7 +17,6 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Nodes, Topology, create_topologies, destroy_topology
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
-from sdp4bit.observe.explain import ONE_RANK
 
 
 def build(
@@ -72,7 +71,7 @@ def build(
                 scratch=gradient_scratch,
                 name=name,
             )
-        if group.replicate_layout is not None and group.gradients.unquantized_reason in ("", ONE_RANK):
+        if group.replicate_layout is not None and not group.gradients.unquantized_sum_reason:
             group.gradients.all_reduce = QuantizedAllReduce(
                 over_replicate[group.replicate_layout.ranks],
                 config=config.gradients,

@@ -114,6 +114,7 @@ class CommHandle(Misused, ABC):
         """The statistics at the removal."""
         self._is_quantized = True
         self._awaits_muon = True
+        self._without_advice: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._installed = ExitStack()  # undoes the installation of the groups
         self._undo = ExitStack()  # undoes the attachment
 
@@ -127,16 +128,23 @@ class CommHandle(Misused, ABC):
                 return
             if handle._state.trains(optimizer):
                 handle._state.note_step_of(optimizer)
-            if handle._awaits_muon and is_muon(optimizer):
-                text = muon_warning(optimizer, handle._state.groups)
-                handle._awaits_muon = text is None
-                if text:
-                    warn_user(text, range(dist.get_world_size()) if dist.is_initialized() else None)
+            if handle._awaits_muon and optimizer not in handle._without_advice:
+                handle._advise(optimizer)
 
         # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
         hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
         end_with(self, [hook])
         return hook
+
+    def _advise(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once if a Muon steps with gradients of few bits."""
+        if not is_muon(optimizer):
+            self._without_advice.add(optimizer)
+            return
+        text = muon_warning(optimizer, self._state.groups)
+        self._awaits_muon = text is None
+        if text:
+            warn_user(text, range(dist.get_world_size()) if dist.is_initialized() else None)
 
     @contextmanager
     def _attaching(self) -> Iterator[ExitStack]:

@@ -105,7 +105,9 @@ class ModelState:
         """Record whether anything was sent since this optimizer's step before; warn once if not."""
         # For each optimizer, because several may step one after the other.
         sent = self.retired.collectives
-        sent += sum(counter.collectives for group in self.groups for counter in group.counters)
+        for group in self.groups:
+            for counter in group.counters:
+                sent += counter.collectives
         self.is_silent, self.silence = 0 < sent == self._sent_before.get(optimizer), ""
         self._sent_before[optimizer] = sent
         if not self.is_silent or self.expects_silence:

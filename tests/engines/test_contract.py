@@ -110,7 +110,7 @@ def fail_everywhere(engine: type[Engine], folder: Path) -> None:
             failed += calls[operator] > 0
             run.train()
     check_unique(keys, at_least=4)
-    assert run.comm.audit() and failed >= 3
+    assert run.comm.audit() and failed >= 2  # DDP on two ranks needs two
 
 
 SENDS_WEIGHTS = [

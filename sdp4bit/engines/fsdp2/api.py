@@ -220,9 +220,9 @@ class FSDPCommHandle(CommHandle):
             for index, view in enumerate(views)
         ]
         for group in groups:
-            group.weights.unquantized_reason, group.gradients.unquantized_reason = unquantized_reasons(
-                group.view, layouts, config=config, skipped=skipped
-            )
+            reasons = unquantized_reasons(group.view, layouts, config=config, skipped=skipped)
+            group.weights.unquantized_reason, group.gradients.unquantized_reason, _ = reasons
+            group.gradients.unquantized_sum_reason = reasons[-1]
             if config.weights is not None and not group.weights.unquantized_reason:
                 sections = group.view.weight_sections(
                     unit=config.weights.group_size, separate=config.separate_parameters
