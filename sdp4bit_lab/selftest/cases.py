@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.checksum import STRIPE_WORDS
-from sdp4bit.quantization.formats import BLOCK, format_of, with_scales
+from sdp4bit.quantization.formats import BLOCK, Bits, format_of, with_scales
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import KeySeries, RoundingKey, derive_keys, derive_series
 
@@ -132,7 +132,7 @@ class Shape(NamedTuple):
     edges: bool
     """Whether every second group has edge values or an edge scale."""
 
-    def layout(self, bits: float, *, parts: int = 1, group_size: int | None = None) -> MessageLayout:
+    def layout(self, bits: Bits, *, parts: int = 1, group_size: int | None = None) -> MessageLayout:
         return MessageLayout(
             numel=self.numel, bits=bits, group_size=group_size or self.group_size, parts=parts
         )

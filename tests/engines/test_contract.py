@@ -58,7 +58,7 @@ def counted(*, failing: str = "", at: int = 1) -> Iterator[Counter[str]]:
         yield calls
 
 
-def tear(engine: type[Engine], folder: Path) -> None:
+def tear(engine: Any, folder: Path) -> None:
     run = engine(CONFIG, folder)
     run.train()
     with counted() as calls:
@@ -81,7 +81,7 @@ def counters_of(run: Engine) -> list[dict[str, int]]:
     return [{**group.state(), "due": 0} for group in run.comm.groups]
 
 
-def resume(engine: type[Engine], folder: Path) -> None:
+def resume(engine: Any, folder: Path) -> None:
     with drawn_keys() as keys:
         run = engine(CONFIG, folder)
         for _ in range(2):
@@ -96,7 +96,7 @@ def resume(engine: type[Engine], folder: Path) -> None:
     check_unique(keys, at_least=4)
 
 
-def fail_everywhere(engine: type[Engine], folder: Path) -> None:
+def fail_everywhere(engine: Any, folder: Path) -> None:
     """One operator after the other fails once on all ranks, and the loop takes the next batch."""
     run, failed = engine(CONFIG, folder), 0
     with drawn_keys() as keys:
@@ -131,15 +131,15 @@ ENGINES = [*SENDS_WEIGHTS, DDP]
 
 
 @pytest.mark.parametrize("engine", SENDS_WEIGHTS)
-def test_a_refresh_that_failed_on_one_rank_is_repeated_by_all(engine: type[Engine], tmp_path: Path) -> None:
+def test_a_refresh_that_failed_on_one_rank_is_repeated_by_all(engine: Any, tmp_path: Path) -> None:
     run_ranks(tear, engine.ranks, engine, tmp_path)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_resumed_run_continues_all_counters(engine: type[Engine], tmp_path: Path) -> None:
+def test_a_resumed_run_continues_all_counters(engine: Any, tmp_path: Path) -> None:
     run_ranks(resume, engine.ranks, engine, tmp_path)
 
 
 @pytest.mark.parametrize("engine", [Own, OwnGathers, OwnAllReduces, DDP])
-def test_an_exception_in_any_operator_costs_a_batch(engine: type[Engine], tmp_path: Path) -> None:
+def test_an_exception_in_any_operator_costs_a_batch(engine: Any, tmp_path: Path) -> None:
     run_ranks(fail_everywhere, engine.ranks, engine, tmp_path)

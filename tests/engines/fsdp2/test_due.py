@@ -117,13 +117,14 @@ class Rank:
 
     def copied(self) -> Rank:
         other = copy.copy(self)
-        other.sent, other.replica = {}, SimpleNamespace(**vars(self.replica))
-        other.replica.start_full_refresh = lambda row: other.sent.update(full=row)
-        other.replica.start_quantized_refresh = lambda _, *, ranges, as_gathered: other.sent.update(
+        replica: Any = SimpleNamespace(**vars(self.replica))
+        replica.start_full_refresh = lambda row: other.sent.update(full=row)
+        replica.start_quantized_refresh = lambda _, *, ranges, as_gathered: other.sent.update(
             difference=ranges
         )
+        other.sent, other.replica = {}, replica
         other.weights, other.edits = copy.copy(self.weights), copy.copy(self.edits)
-        other.weights.replica, other.edits._weights = other.replica, other.weights
+        other.weights.replica, other.edits._weights = replica, other.weights
         other.edits.seen = replace(self.edits.seen)
         return other
 
