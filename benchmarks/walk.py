@@ -97,8 +97,7 @@ STOPS = {
             "and writes codes and scales into the message.",
             "collectives.transport:start_all_gather": "It starts the only transfer of weights "
             "between nodes: one message to the rank with the same local rank on every other node.",
-            "engines.fsdp2.edits:Edits.note_refresh": "Checksums of the row are kept for the next "
-            "forward.",
+            "engines.fsdp2.edits:Edits.note_refresh": "Checksums of the row are kept for the next forward.",
             "collectives.streams:DeferredWork.wait": "On CPUs the second half of the refresh runs when "
             "FSDP2 waits for its gather. On a GPU, streams overlap it.",
             "engines.fsdp2.hooks:AllGatherHook._fill": "FSDP2 makes its parameters from this output, which "

@@ -121,7 +121,7 @@ class Group:
         return GroupPlan(self.weights.plan, self.gradients.plan, summed)
 
     def state(self) -> dict[str, int]:
-        """Return what both directions save in a checkpoint."""
+        """Return the saved state of both directions, for a checkpoint."""
         return {**self.gradients.state(), **self.weights.state()}
 
     def load(self, state: Mapping[str, int]) -> None:
