@@ -355,9 +355,9 @@ def quick_cases() -> Iterator[KernelCase]:
     yield next(checksums())
 
 
-def _sent_bits(case: KernelCase) -> float | None:
+def _sent_bits(case: KernelCase) -> Bits:
     layout: MessageLayout | None = case.named.get("sent", case.named.get("layout"))
-    return layout and layout.bits
+    return None if layout is None else layout.bits
 
 
 def all_cases() -> Iterator[KernelCase]:
