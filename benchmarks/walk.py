@@ -85,7 +85,7 @@ STOPS = {
             "and measures are complete.",
             "engines.fsdp2.view:FSDPView.main_shard": "The difference needs the fp32 weights. The row that "
             "FSDP2 passes has been rounded to bf16.",
-            "collectives.weights:Weights.refresh": "The level decides what is sent, for every engine. "
+            "collectives.weights:Weights.refresh": "The level selects the refresh, for every engine. "
             "Transfers start first, and the level falls afterwards, so an exception leaves it.",
             "collectives.weight_replica:WeightReplica.start_quantized_refresh": "The refresh before must "
             "have ended. Then the plan of the row is looked up.",
