@@ -73,22 +73,20 @@ STOPS = {
             "first gather is recognized here, because ranks must agree before any of them sends.",
             "engines.fsdp2.events:FSDPModelState._agree": "Ranks have seen different events. They combine "
             "them for all groups of the forward in one reduction.",
-            "engines.fsdp2.freshness:Freshness.find_edits": "A checksum finds weights that no optimizer "
+            "engines.fsdp2.edits:Edits.find_edits": "A checksum finds weights that no optimizer "
             "changed. After a step only frozen parameters are compared, because the others are sent anyway.",
-            "engines.fsdp2.freshness:Freshness.flags": "These are the events of this rank: the level of the "
+            "engines.fsdp2.edits:Edits.events": "These are the events of this rank: the level of the "
             "refresh that is due, and six flags.",
             "collectives.host:all_reduce_on_host": "The maximum over all ranks travels in log2(ranks) hops "
             "between CPUs. So the host does not wait for the GPU.",
-            "engines.fsdp2.freshness:Freshness.agree": "The highest level of all ranks counts. After an "
+            "collectives.weights:Weights.agree": "The highest level of all ranks counts. After an "
             "optimizer step it is `TRAINED`.",
             "observe.stats:ModelState.end_step": "All ranks know now that the last step is over. Its bytes "
             "and measures are complete.",
-            "engines.fsdp2.freshness:Freshness.refresh": "The level becomes a refresh: the difference of the "
-            "trainable parameters. Nothing changes until it has been sent.",
             "engines.fsdp2.view:FSDPView.main_shard": "The difference needs the fp32 weights. The row that "
             "FSDP2 passes has been rounded to bf16.",
-            "engines.fsdp2.hooks:AllGatherHook._refresh": "Transfers start first, and the level falls "
-            "afterwards. An exception in between leaves the refresh due.",
+            "collectives.weights:Weights.refresh": "The level selects the refresh, for every engine. "
+            "Transfers start first, and the level falls afterwards, so an exception leaves it.",
             "collectives.weight_replica:WeightReplica.start_quantized_refresh": "The refresh before must "
             "have ended. Then the plan of the row is looked up.",
             "collectives.plan:Plans.of": "The first step has made the plan: sections, messages and bytes. "
@@ -99,9 +97,8 @@ STOPS = {
             "and writes codes and scales into the message.",
             "collectives.transport:start_all_gather": "It starts the only transfer of weights "
             "between nodes: one message to the rank with the same local rank on every other node.",
-            "engines.fsdp2.freshness:Freshness.sent": "The level falls to `NOTHING`. Checksums of the row "
-            "are kept for the next forward.",
-            "collectives.transport:DeferredWork.wait": "On CPUs the second half of the refresh runs when "
+            "engines.fsdp2.edits:Edits.note_refresh": "Checksums of the row are kept for the next forward.",
+            "collectives.streams:DeferredWork.wait": "On CPUs the second half of the refresh runs when "
             "FSDP2 waits for its gather. On a GPU, streams overlap it.",
             "engines.fsdp2.hooks:AllGatherHook._fill": "FSDP2 makes its parameters from this output, which "
             "is filled from the replica.",
@@ -121,7 +118,7 @@ STOPS = {
             "the node a second time, because FSDP2 has freed the weights.",
             "engines.fsdp2.hooks:ReduceScatterHook._reduce": "FSDP2 has copied the gradients into one row "
             "per rank. The hook passes them on, with FSDP2's own reduction.",
-            "engines.fsdp2.freshness:Freshness.note_reduction": "An optimizer step will change these "
+            "engines.fsdp2.edits:Edits.note_reduction": "An optimizer step will change these "
             "parameters. A group without a gradient would not be sent.",
             "collectives.gradients:Gradients.reduce": "The only place that chooses between quantized and "
             "full precision: it compares `start_step` and `min_numel`, for every engine.",
@@ -129,7 +126,7 @@ STOPS = {
             "key of the rounding bits, so it is used once.",
             "collectives.reduce_scatter:QuantizedReduceScatter.__call__": "The row is reduced in chunks, so "
             "that one computes while another is in flight.",
-            "collectives.transport:pipelined": "Chunks advance in turn, from pause to pause.",
+            "collectives.streams:pipelined": "Chunks advance in turn, from pause to pause.",
             "collectives.reduce_scatter:QuantizedReduceScatter._reduce_chunk": "This is the paper's "
             "algorithm 3 in four numbered steps, and the function to read twice.",
             "collectives.reduce_scatter:QuantizedReduceScatter._rounding_key": "Random bits follow from "
@@ -154,7 +151,7 @@ STOPS = {
             "Optimizers that step in backward count once.",
             "engines.fsdp2.events:FSDPModelState.after_step": "Each group notes the step, and the step is "
             "pending until the next forward.",
-            "engines.fsdp2.freshness:Freshness.note_step": "A group counts if it has gradients. This is an "
+            "engines.fsdp2.edits:Edits.note_step": "A group counts if it has gradients. This is an "
             "event of this rank, on which the next forward agrees.",
             "engines.fsdp2.events:FSDPModelState.reshard": "Parameters that stayed unsharded are freed, so "
             "that the next forward gathers new ones.",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sdp4bit import AuditConfig, SDP4BitConfig
 from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.transport import all_gather_dense, reduce_scatter_dense
+from sdp4bit.collectives.weights import Due, agree_on_refreshes
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict, counters_of, load_counters
@@ -86,6 +87,8 @@ class ZeRO2:
 
     @torch.no_grad()
     def gather(self) -> None:
+        # Once for all groups; each would ask the ranks otherwise.
+        agree_on_refreshes([group.weights for group in self.quantized.values()])
         for index, block in enumerate(self.blocks):
             main, rows = block.main.detach(), torch.empty(len(block.ranks) * block.shard_numel)
             plain = partial(all_gather_dense, rows, main, block.process_group, what=block.name)
@@ -141,7 +144,7 @@ class ZeRO2Handle(CommHandle):
 
     def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         for group in wrong:
-            group.weights.require_full_refresh("requested")
+            group.weights.raise_to(Due.FULL)
         return wrong
 
     # Replicas start from the main weights after a load. For a bit-exact resume their rows must be saved, too.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args
 
-from sdp4bit.quantization.formats import BLOCK, FORMATS, INT4, LEAST_CLIP, Bits, format_of
+from sdp4bit.quantization.formats import BLOCK, INT4, LEAST_CLIP, Bits, format_of, with_scales
 
 VERSION = "0.2.0"
 """Version of the package, equal on all ranks of a job."""
@@ -25,9 +25,6 @@ Rounding = Literal["nearest", "stochastic", "dither"]
 ReplicaPlacement = Literal["node", "full"]
 WeightMode = Literal["difference", "direct"]
 MismatchAction = Literal["error", "resync"]
-
-QUANTIZED_BITS = (2, 3, 3.5, 4, 8)
-
 
 _Settings = TypeVar("_Settings")
 
@@ -55,9 +52,9 @@ def _suggests_names(cls: type[_Settings]) -> type[_Settings]:
 
 def _check_bits(name: str, bits: Bits) -> None:
     # Of equal numbers only one type is taken: settings are compared between ranks as they are written.
-    known = [each for each in FORMATS if each is None or FORMATS[each].has_scales]
-    if (type(bits), bits) not in [(type(each), each) for each in known]:
-        names = ", ".join(repr(each) for each in known if each is not None)
+    known = with_scales()
+    if (type(bits), bits) not in [(type(each), each) for each in (*known, None)]:
+        names = ", ".join(map(repr, known))
         raise ValueError(
             f"{name}={bits!r} is not supported: use one of {names}, or None for full precision at this hop"
         )

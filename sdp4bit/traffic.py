@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal
 
 Level = Literal["intra", "inter", "outer"]
@@ -24,11 +25,13 @@ class Grid:
     ranks_per_node: int
     blocks: int = 1
 
-    @property
+    # Cached, because every message asks for them.
+
+    @cached_property
     def size(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    @property
+    @cached_property
     def levels(self) -> dict[Level, int]:
         """The ranks that exchange messages at each level, innermost first; 1 if the level does not exist.
 
@@ -111,6 +114,7 @@ class TrafficCounter:
         between = grid.nodes if grid.nodes > 1 else 0
         self._shares = _ring_shares(grid.size, between)
         self._total = Traffic()
+        self.collectives = 0  # so far
         self.current_step = Traffic()  # traffic since the last optimizer step
         self.last_step = Traffic()  # traffic between the last two optimizer steps
 
@@ -118,11 +122,6 @@ class TrafficCounter:
     def total(self) -> Traffic:
         """Traffic so far, the unfinished step included."""
         return self._total + self.current_step
-
-    @property
-    def collectives(self) -> int:
-        """Collectives so far."""
-        return self._total.collectives + self.current_step.collectives
 
     def end_step(self) -> None:
         self._total = self._total + self.current_step
@@ -141,6 +140,7 @@ class TrafficCounter:
             step.inter_bytes += nbytes
         step.padding_bytes += padding_bytes
         step.collectives += 1
+        self.collectives += 1
 
     def count_plain(self, row_bytes: int, members: Sequence[int] | None = None) -> None:
         """Count the bytes that plain FSDP2 would have sent here; see `count_ring`."""
@@ -158,6 +158,7 @@ class TrafficCounter:
         self.current_step.intra_bytes += row_bytes * intra
         self.current_step.inter_bytes += row_bytes * inter
         self.current_step.collectives += 1
+        self.collectives += 1
 
     def _shares_of(self, members: Sequence[int]) -> tuple[float, float]:
         nodes = [rank // self._grid.ranks_per_node for rank in members]

@@ -16,17 +16,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.errors import call_all, comm_error_context
 from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.sections import Range, merge_ranges, other_ranges, take_ranges
 from sdp4bit.collectives.topology import TopologySpec
+from sdp4bit.collectives.weights import Due, agree_on_refreshes
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
-from sdp4bit.engines.attach import build, host_group
+from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state, counters_of, load_counters
-from sdp4bit.engines.interrupted import agree_on_interrupted, call_all
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import ONE_RANK, one_hop_note, one_node_note, one_node_reason
 from sdp4bit.observe.stats import ModelState
@@ -109,12 +108,11 @@ class FlatGroupState(Group):
 class ZeRO:
     """The engine of one ZeRO optimizer."""
 
-    def __init__(self, handle: DeepSpeedCommHandle, zero: Any, *, host: ProcessGroup | None) -> None:
+    def __init__(self, handle: DeepSpeedCommHandle, zero: Any) -> None:
         self.zero, self._stock = zero, type(zero)
         self._handle, self._state = handle, handle._state
         self._groups = cast(Sequence[FlatGroupState], self._state.groups)
         self._is_reduced_here = any(group.gradients.reduction is not None for group in self._groups)
-        self._host = host  # see `agree_on_interrupted`
         self._is_sent = False  # the weights of a step, on all ranks
 
     def groups(self) -> Sequence[Group]:
@@ -133,6 +131,7 @@ class ZeRO:
                 methods["reduce_independent_p_g_buckets_and_remove_grads"] = self.place_gradient
             _replace(zero, undo, **methods)
         cast(FlatGroupState, group).attach_rows()
+        group.weights.note_full_refresh()  # the first one: all ranks hold equal parameters
         return undo.close
 
     def on_step(self, call: Callable[[int], None]) -> Undo:
@@ -210,10 +209,11 @@ class ZeRO:
 
     @torch.no_grad()
     def _gather(self, stock: Callable[..., None], **arguments: Any) -> None:
-        """Refresh the replicas; in full precision if an exception has interrupted the refresh before."""
+        """Refresh the replicas."""
         for group in self._groups:
             group.put_back()
-        agree_on_interrupted(self._groups, host=self._host)
+            group.weights.mark_changed()
+        agree_on_refreshes([group.weights for group in self._groups])
         try:
             for index, group in enumerate(self._groups):
                 row = group.view.weights[group.view.own]
@@ -224,7 +224,6 @@ class ZeRO:
                     continue
                 group.attach_rows()
                 group.weights.traffic.count_plain(row.nbytes)
-                group.weights.mark_changed()
                 group.weights.refresh(group.view.main)
             self._is_sent = True
         finally:
@@ -288,8 +287,7 @@ def attach(
     handle = DeepSpeedCommHandle(state, config=settings, note=note, layouts=layouts)
     with handle._attaching() as undo:
         build(groups, layouts=layouts, config=settings, undo=undo)
-        host = host_group(purpose="decisions", undo=undo)
-        zero = ZeRO(handle, engine.optimizer, host=host)
+        zero = ZeRO(handle, engine.optimizer)
         undo.callback(zero.send_main_weights)
         handle._install(zero, undo=undo, watched=groups)
     handle._log_attached()
@@ -344,7 +342,8 @@ class DeepSpeedCommHandle(CommHandle):
         if wrong:
             self._engine.send_main_weights()
         for group in wrong:
-            group.weights.count_full_refresh("weights were changed or differed")
+            group.weights.raise_to(Due.FULL)
+            group.weights.note_full_refresh()  # which the engine has sent
         return wrong
 
     def state_dict(self) -> StateDict:

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from sdp4bit.collectives.streams import has_one_queue
 from sdp4bit.collectives.topology import Nodes, TopologySpec
-from sdp4bit.collectives.transport import has_one_queue
 from sdp4bit.config import SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.quantization.random import check_numbers

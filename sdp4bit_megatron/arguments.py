@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sdp4bit.config import QUANTIZED_BITS, GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.config import GradientConfig, SDP4BitConfig, WeightConfig
+from sdp4bit.quantization.formats import with_scales
 from sdp4bit.warn import warn_user
 
 _WITHOUT_MEANING: dict[str, dict[str, Any]] = {
@@ -75,7 +76,7 @@ def _add(group: argparse._ArgumentGroup, flag: str, text: str, *, name: str, def
     if isinstance(default, bool):
         group.add_argument(flag, action="store_true", default=default, help=text)
     else:
-        choices = QUANTIZED_BITS if name.endswith("bits") else None
+        choices = with_scales() if name.endswith("bits") else None
         kind = float if name == "clip" else _number if choices else int
         group.add_argument(flag, type=kind, choices=choices, default=default, help=text)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,7 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.weight_replica import WeightReplica
-from sdp4bit.collectives.weights import Weights
+from sdp4bit.collectives.weights import Due, Weights
 from sdp4bit.config import TelemetryConfig, WeightConfig
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.traffic import TrafficCounter
@@ -56,7 +55,7 @@ class BucketReplica(WeightReplica):
             scratch=scratch,
             name=name,
         )
-        self._is_torn = self._was_torn = False
+        self._is_partial = False  # while only the difference of a refresh has been applied
         self._exact_ranges = exact_ranges
         self._exact_numel = max((sum(b - a for a, b in ranges) for ranges in exact_ranges), default=0)
 
@@ -67,8 +66,7 @@ class BucketReplica(WeightReplica):
 
     @property
     def is_torn(self) -> bool:
-        """Whether an exception has interrupted a refresh since the last one in full precision."""
-        return self._is_torn
+        return self._is_partial or super().is_torn
 
     def sample(self, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
         """Return ranges of the main shard, fp32, and of the replica; equal in exact ranges."""
@@ -96,31 +94,26 @@ class BucketReplica(WeightReplica):
         self._bucket.read_main(values)
         return values
 
-    @contextmanager
-    def refreshing(self) -> Iterator[None]:
-        """Mark the replica as torn until the block has ended; a refresh in full precision repairs it."""
-        self._was_torn, self._is_torn = self._is_torn, True
-        yield
-        self._is_torn = self._was_torn
-
     def start_quantized_refresh(
         self, row: Tensor, *, ranges: Sequence[Range] | None = None, as_gathered: Tensor | None = None
     ) -> None:
         """Send the difference and the exact ranges; waits."""
         self._traffic.count_plain(self.own_shard.nbytes)
         self.attach_rows()
+        self._is_partial = True
         exact = self._take_out_exact(row) if self.exact_numel else None
         super().start_quantized_refresh(row, ranges=ranges, as_gathered=as_gathered)
         self.wait()
         if exact is not None:
             self._gather_exact(exact)
+        self._is_partial = False
 
     def start_full_refresh(self, row: Tensor, *, ranges: Sequence[Range] | None = None) -> None:
         """Set the replica to the rows of all ranks; waits."""
         self.attach_rows()
         super().start_full_refresh(row, ranges=ranges)
         self.wait()
-        self._was_torn = False
+        self._is_partial = False
 
     def _take_out_exact(self, row: Tensor) -> Tensor:
         """Return the exact ranges of the row, and replace them in the row by the replica's values."""
@@ -186,14 +179,15 @@ class BucketState(Group):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def refresh(self, *, full_reason: str = "") -> None:
-        """Send the refresh that is due, or all rows in full precision for this reason."""
-        replica = self.weights.replica
-        assert replica is not None
-        if full_reason:
-            self.weights.require_full_refresh(full_reason)
-        with replica.refreshing():
-            self.weights.refresh(replica.main_shard())
+    def refresh(self) -> None:
+        """Send the refresh that is due."""
+        assert self.weights.replica is not None
+        self.weights.refresh(self.weights.replica.main_shard())
+
+    def refresh_in_full(self) -> None:
+        """Send all rows in full precision."""
+        self.weights.raise_to(Due.FULL)
+        self.refresh()
 
 
 class MegatronModelState(ModelState):

@@ -8,14 +8,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.streams import SideStream, has_one_queue
 from sdp4bit.collectives.topology import TopologySpec
-from sdp4bit.collectives.transport import SideStream, has_one_queue
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
-from sdp4bit.engines.attach import build, host_group
+from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import (
@@ -38,7 +37,6 @@ from sdp4bit_megatron.staged import StagedCollectives
 from sdp4bit_megatron.state import checked, load_counters, save_counters
 from sdp4bit_megatron.tensor_parallel import TensorParallelCopies
 
-_FULL = "weights were loaded or copied, or NaN was sent"
 EXPERTS_SPLIT = "experts under tensor parallelism"  # reason why a bucket of experts is not quantized
 
 
@@ -51,10 +49,8 @@ class MegatronCore:
         state: MegatronModelState,
         *,
         optimizers: Sequence[Optimizer],
-        host: ProcessGroup | None,
     ) -> None:
         self._handle = handle
-        self._host = host  # see `agree_on_interrupted`
         self._state = state
         self._optimizers = optimizers
         self.group_patches: list[GroupPatch] = []
@@ -99,7 +95,6 @@ class MegatronCore:
                     optimizer,
                     [group for group in self._state.groups if group.view.optimizer is optimizer],
                     state=self._state if any(optimizer is each for each in counted) else None,
-                    host=self._host,
                     save=self._handle.state_dict,
                     load=self._handle.load_state_dict,
                 )
@@ -174,13 +169,12 @@ class MegatronCommHandle(CommHandle):
                 if replica is not None:
                     # Ranks may start from different random weights, which Megatron's first gather would
                     # equalize. The replica is written to, and so its own row is copied.
-                    group.weights.start_full_refresh(replica.own_shard.clone(), reason="first use")
+                    group.weights.refresh(replica.own_shard.clone())
             undo.callback(copies.remove)
             copies.install(gradients_quantized=any(group.gradients.reduction is not None for group in groups))
             stages = pipeline_group(chunks)
-            host = host_group(purpose="decisions", undo=undo)
             self._install(
-                MegatronCore(self, state, optimizers=optimizers, host=host),
+                MegatronCore(self, state, optimizers=optimizers),
                 undo=undo,
                 # Experts step later.
                 watched=[
@@ -213,7 +207,7 @@ class MegatronCommHandle(CommHandle):
         self._engine.finish_pending()
         for group in self._state.groups:
             if group.weights.replica is not None:
-                group.refresh(full_reason=_FULL)
+                group.refresh_in_full()
 
     def _audit(self, config: AuditConfig) -> bool:
         self._engine.finish_pending()
@@ -225,7 +219,7 @@ class MegatronCommHandle(CommHandle):
     def _refresh_mismatched(self, wrong: Sequence[Group], *, config: AuditConfig) -> Sequence[Group]:
         for group in self._state.groups:
             if group in wrong:
-                group.refresh(full_reason=_FULL)
+                group.refresh_in_full()
         return wrong
 
     def state_dict(self) -> StateDict:
@@ -244,7 +238,7 @@ class MegatronCommHandle(CommHandle):
         """
         self._check_attached()
         with self._on_all_ranks("load_state_dict"):
-            counters = checked(state_dict)
+            counters = checked(state_dict, self._state)
         for patch in self._engine.optimizer_patches:
             patch.steps = counters["steps"]
         load_counters(self._state, counters)

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from sdp4bit.collectives.transport import SideStream
+from sdp4bit.collectives.errors import call_all
+from sdp4bit.collectives.streams import SideStream
+from sdp4bit.collectives.weights import agree_on_refreshes
 from sdp4bit.engines.handle import StateDict
-from sdp4bit.engines.interrupted import agree_on_interrupted, call_all
 from sdp4bit_megatron.communication import BucketState, MegatronModelState
 from sdp4bit_megatron.guards import GROUP_METHODS, MARK, OPTIMIZER_METHODS
 from sdp4bit_megatron.objects import BucketGroup, Optimizer, Waitable
@@ -129,7 +129,7 @@ class GroupPatch(Patch):
         def all_gather(output: Tensor, input: Tensor, group: object, async_op: bool = False) -> Any:
             bucket = self._of(output, "gathers parameters into")
             if bucket.weights.replica is not None:
-                if bucket.weights.is_changed:
+                if not bucket.weights.is_current:
                     wanted.append(bucket)
                 return None
             return bucket.weights.gather_plain(
@@ -181,7 +181,6 @@ class OptimizerPatch(Patch):
         groups: Sequence[BucketState],
         *,
         state: MegatronModelState | None,
-        host: ProcessGroup | None,
         save: Callable[[], StateDict],
         load: Callable[[StateDict], None],
     ) -> None:
@@ -190,7 +189,6 @@ class OptimizerPatch(Patch):
         Args:
             groups: the buckets that the optimizer updates.
             state: counts its steps; None if another optimizer's steps are counted.
-            host: see `agree_on_interrupted`.
             save, load: access the communication state, for the optimizer's state dict.
         """
         super().__init__(
@@ -199,7 +197,6 @@ class OptimizerPatch(Patch):
         self._optimizer = optimizer
         self._buckets = groups
         self._state = state
-        self._host = host
         self._save = save
         self._load = load
         self.steps = 0  # updates of the main weights by this optimizer
@@ -236,7 +233,7 @@ class OptimizerPatch(Patch):
 
         Collective over the data-parallel ranks.
         """
-        agree_on_interrupted(self._buckets, host=self._host)
+        agree_on_refreshes([group.weights for group in self._buckets])
         for group in self._buckets:
             for counter in group.counters:
                 counter.end_step()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sdp4bit.collectives.transport import CompletedWork, Running, SideStream, advance
+from sdp4bit.collectives.streams import CompletedWork, Running, SideStream, advance
 
 
 class JointWork:

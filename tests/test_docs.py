@@ -137,15 +137,15 @@ def test_the_site_links_a_public_repository_only(
 
 
 def test_a_link_to_a_function_leads_to_its_line(hooks: ModuleType) -> None:
-    path = "sdp4bit/engines/fsdp2/freshness.py"
+    path = "sdp4bit/collectives/weights.py"
     lines = (ROOT / path).read_text().splitlines()
     page = SimpleNamespace(file=SimpleNamespace(src_uri="walk.md"))
     config = SimpleNamespace(repo_url="https://example.com/one/two")
-    for name, line in (("Freshness.sent", "    def sent("), ("Due", "class Due(")):
+    for name, line in (("Weights.refresh", "    def refresh("), ("Due", "class Due(")):
         link = hooks.on_page_markdown(f"[`{name}`](../{path})", page, config)
         number = link.rpartition(f"{path}#L")[2].removesuffix(")")
         assert lines[int(number) - 1].startswith(line)
-    for name in ("Due.sent", "freshness.py"):
+    for name in ("Due.refresh", "weights.py"):
         assert hooks.on_page_markdown(f"[`{name}`](../{path})", page, config).endswith(f"{path})")
 
 

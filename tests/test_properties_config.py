@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from sdp4bit.collectives.topology import Nodes, arrange, node_labels
 from sdp4bit.config import (
     LEAST_CLIP,
-    QUANTIZED_BITS,
     AuditConfig,
     GradientConfig,
     SDP4BitConfig,
     TelemetryConfig,
     WeightConfig,
 )
+from sdp4bit.quantization.formats import with_scales
 from tests.quantization.property_cases import PROFILES, hold
 
 # -- settings -----------------------------------------------------------------------------------------
 
-bits = st.sampled_from([*QUANTIZED_BITS, None])
+bits = st.sampled_from([*with_scales(), None])
 group_sizes = st.integers(1, 1 << 20).map(lambda blocks: 32 * blocks)
 roundings = st.sampled_from(["nearest", "stochastic"])
 VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {

@@ -18,8 +18,9 @@ from sdp4bit.collectives.reduce_scatter import (
 )
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Section, whole_row
+from sdp4bit.collectives.streams import pipelined, run
 from sdp4bit.collectives.topology import Nodes, Topology
-from sdp4bit.collectives.transport import pipelined, run, start_all_gather
+from sdp4bit.collectives.transport import start_all_gather
 from sdp4bit.config import GradientConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -36,6 +37,13 @@ class ExchangeError(RuntimeError):
     def __init__(self, message: str, *, seconds: float = 0.0) -> None:
         super().__init__(message)
         self.seconds = seconds
+
+
+def call_all(calls: Sequence[Callable[[], object]]) -> None:
+    """Call each in order, also after one has failed, because other ranks wait for all; raise the error."""
+    with ExitStack() as left:
+        for call in reversed(calls):
+            left.callback(call)
 
 
 class comm_error_context:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
-from sdp4bit.collectives.plan import AllReducePlan, ReducePlan
+from sdp4bit.collectives.plan import NOT_PLANNED, AllReducePlan, ReducePlan
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.samples import sample_of, sample_ranges
 from sdp4bit.collectives.sections import Section
@@ -23,7 +23,6 @@ from sdp4bit.traffic import ALONE, TrafficCounter
 
 T = TypeVar("T")
 GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce  # a collective that quantizes gradients
-NOT_PLANNED = "not planned yet: a plan is made when it is first needed"
 
 
 class Progress(Protocol):
@@ -65,6 +64,9 @@ class Gradients:
         self._size = nodes.size
         self._replicas = 1 if replicate is None else replicate.size
         self.unquantized_reason = ""
+        """Why there is no reduction; if it is empty when an engine is attached, one is created."""
+        self.unquantized_sum_reason = ""
+        """Likewise, of the all-reduce over the replicate dimension."""
         self.reduction: QuantizedReduceScatter | None = None
         # Sums gradients over the replicate dimension; without it the engine does, in full precision.
         self.all_reduce: QuantizedAllReduce | None = None
@@ -101,6 +103,14 @@ class Gradients:
     def all_reduce_plan(self) -> AllReducePlan | str:
         """The latest plan of an all-reduce, or the reason why there is none."""
         return "in full precision" if self.all_reduce is None else self.all_reduce.plans.last or NOT_PLANNED
+
+    def state(self) -> Mapping[str, int]:
+        """Return the counters from which rounding bits are derived, for a checkpoint."""
+        return {"reductions": self.reductions, "all_reduces": self.all_reduces}
+
+    def load(self, state: Mapping[str, int]) -> None:
+        """Continue from the counters of a state."""
+        self.reductions, self.all_reduces = state["reductions"], state["all_reduces"]
 
     # -- the decision ------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ An engine gathers and reduces the group's rows (:class:`Rows`) through the :clas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -105,7 +106,7 @@ class Group:
         self.weights = Weights(nodes=layout)
         self.gradients = Gradients(view.name, nodes=layout, replicate=replicate)
 
-    @property
+    @cached_property
     def counters(self) -> tuple[TrafficCounter, ...]:
         """The group's traffic counters, each for its own set of ranks."""
         return self.weights.traffic, self.gradients.traffic, self.gradients.all_reduce_traffic
@@ -119,16 +120,20 @@ class Group:
         summed = None if self.replicate_layout is None else self.gradients.all_reduce_plan
         return GroupPlan(self.weights.plan, self.gradients.plan, summed)
 
-    # Engines that know more than the attributes above answer these questions themselves.
+    def state(self) -> dict[str, int]:
+        """Return the saved state of both directions, for a checkpoint."""
+        return {**self.gradients.state(), **self.weights.state()}
 
-    @property
-    def refresh_is_full(self) -> bool:
-        """Whether the next refresh will be in full precision although the group has a quantizer."""
-        return bool(self.weights.full_reason)
+    def load(self, state: Mapping[str, int]) -> None:
+        """Continue from a state of `state`."""
+        self.gradients.load(state)
+        self.weights.load(state)
+
+    # Engines that know more than the attributes above answer these questions themselves.
 
     def awaits_refresh(self) -> bool:
         """Return whether this rank knows of a change of the weights that has not been sent."""
-        return self.weights.is_changed
+        return not self.weights.is_current
 
     def remarks(self) -> Remarks:
         return Remarks()

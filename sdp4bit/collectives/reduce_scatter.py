@@ -23,8 +23,9 @@ from sdp4bit.collectives.plan import (
 )
 from sdp4bit.collectives.scratch import Messages, Scratch
 from sdp4bit.collectives.sections import Section, whole_row
+from sdp4bit.collectives.streams import Running, pipelined, run
 from sdp4bit.collectives.topology import Topology
-from sdp4bit.collectives.transport import PendingTransfer, Running, Transport, pipelined, run
+from sdp4bit.collectives.transport import PendingTransfer, Transport
 from sdp4bit.config import GradientConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops

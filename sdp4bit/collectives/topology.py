@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -203,19 +204,21 @@ class Topology:
     """With blocks: ranks with this place in their block, in the order of blocks. `inter` is then of one
     block."""
 
-    @property
+    # Cached, because every message asks for them.
+
+    @cached_property
     def nodes(self) -> int:
         return self.layout.nodes
 
-    @property
+    @cached_property
     def ranks_per_node(self) -> int:
         return self.layout.ranks_per_node
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.layout.size
 
-    @property
+    @cached_property
     def row(self) -> int:
         """This rank's index in the group."""
         return self.node * self.ranks_per_node + self.local_rank

@@ -11,15 +11,9 @@ from torch import Tensor
 from sdp4bit.collectives.plan import Plans, RefreshPlan, holds_all_rows, plan_refresh
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import WHOLE, Range, Section, whole_row
+from sdp4bit.collectives.streams import CompletedWork, Running, SideStream, run
 from sdp4bit.collectives.topology import Topology
-from sdp4bit.collectives.transport import (
-    CompletedWork,
-    PendingTransfer,
-    Running,
-    SideStream,
-    run,
-    start_all_gather,
-)
+from sdp4bit.collectives.transport import PendingTransfer, start_all_gather
 from sdp4bit.config import WeightConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops

@@ -17,15 +17,19 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.topology import Nodes, Topology, create_topologies, destroy_topology
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
-from sdp4bit.observe.explain import ONE_RANK
 
 
-def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfig, undo: ExitStack) -> None:
+def build(
+    groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfig, undo: ExitStack
+) -> ProcessGroup | None:
     """Create the collectives of groups without a reason for full precision; collective over the job.
 
     Args:
         layouts: those that the ranks have agreed on, also for groups of other ranks.
         undo: destroys the process groups.
+
+    Returns:
+        A process group of the job for tensors on the CPU, for decisions; None if the job's own take them.
     """
     # 1. Process groups, in the same order on all ranks. Separate ones for weights and gradients, because one
     # communicator would serialize the gather of a group and the reduction of another.
@@ -35,6 +39,8 @@ def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfi
     gradients = _topologies(shards if config.gradients else [], purpose="gradients", undo=undo)
     over_replicate = _topologies(replicate if config.gradients else [], purpose="replicate", undo=undo)
 
+    host = _host_group(undo)
+
     # 2. Message buffers, shared by all groups. Weights and gradients are sent on different streams, so each
     # stream has its own buffers and needs no synchronization to reuse them.
     weight_scratch, gradient_scratch = Scratch(), Scratch()
@@ -42,6 +48,7 @@ def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfi
     # 3. Collectives.
     for group in groups:
         ranks, name = group.view.ranks, group.view.name
+        group.weights.host = host or group.view.process_group
         if config.weights is not None and not group.weights.unquantized_reason:
             group.weights.replica = group.weights.make_replica(
                 weights[ranks],
@@ -64,7 +71,7 @@ def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfi
                 scratch=gradient_scratch,
                 name=name,
             )
-        if group.replicate_layout is not None and group.gradients.unquantized_reason in ("", ONE_RANK):
+        if group.replicate_layout is not None and not group.gradients.unquantized_sum_reason:
             group.gradients.all_reduce = QuantizedAllReduce(
                 over_replicate[group.replicate_layout.ranks],
                 config=config.gradients,
@@ -75,6 +82,7 @@ def build(groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfi
                 scratch=gradient_scratch,
                 name=name,
             )
+    return host
 
 
 def _topologies(
@@ -86,12 +94,8 @@ def _topologies(
     return topologies
 
 
-def host_group(*, purpose: str, undo: ExitStack) -> ProcessGroup | None:
-    """Return a process group of the job for tensors on the CPU; None if the job's own take them.
-
-    Collective over the job.
-    """
-    group = create_host_group(purpose=purpose)
+def _host_group(undo: ExitStack) -> ProcessGroup | None:
+    group = create_host_group(purpose="decisions")
     if group is not None:
         undo.callback(_destroy, group)
     return group

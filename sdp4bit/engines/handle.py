@@ -59,9 +59,12 @@ def check_state(state: object, *, owner: str, version: int, keys: Sequence[str])
 
 
 def counters_of(state: ModelState, *, version: int) -> StateDict:
-    """Return the counters from which rounding bits are derived, the same on all ranks."""
-    reductions = [group.gradients.reductions for group in state.groups]
-    return {"format_version": version, "steps": state.steps, "reductions": reductions}
+    """Return the states of all groups, the same on all ranks: counters and the refreshes that are due."""
+    return {
+        "format_version": version,
+        "steps": state.steps,
+        "groups": [group.state() for group in state.groups],
+    }
 
 
 def load_counters(state: ModelState, saved: StateDict, *, owner: str, version: int) -> None:
@@ -70,12 +73,14 @@ def load_counters(state: ModelState, saved: StateDict, *, owner: str, version: i
     Raises:
         ValueError: these are no such counters or not of this model; nothing is changed.
     """
-    check_state(saved, owner=owner, version=version, keys=("steps", "reductions"))
-    if len(saved["reductions"]) != len(state.groups):
-        raise ValueError(f"the state is not of {len(state.groups)} parameter groups: {saved['reductions']}")
+    check_state(saved, owner=owner, version=version, keys=("steps", "groups"))
+    if len(saved["groups"]) != len(state.groups):
+        raise ValueError(
+            f"the state is of {len(saved['groups'])} parameter groups, but the model has {len(state.groups)}"
+        )
     state.steps = saved["steps"]
-    for group, reductions in zip(state.groups, saved["reductions"], strict=True):
-        group.gradients.reductions = reductions
+    for group, own in zip(state.groups, saved["groups"], strict=True):
+        group.load(own)
 
 
 class CommHandle(Misused, ABC):
@@ -109,6 +114,7 @@ class CommHandle(Misused, ABC):
         """The statistics at the removal."""
         self._is_quantized = True
         self._awaits_muon = True
+        self._without_advice: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._installed = ExitStack()  # undoes the installation of the groups
         self._undo = ExitStack()  # undoes the attachment
 
@@ -122,16 +128,23 @@ class CommHandle(Misused, ABC):
                 return
             if handle._state.trains(optimizer):
                 handle._state.note_step_of(optimizer)
-            if handle._awaits_muon and is_muon(optimizer):
-                text = muon_warning(optimizer, handle._state.groups)
-                handle._awaits_muon = text is None
-                if text:
-                    warn_user(text, range(dist.get_world_size()) if dist.is_initialized() else None)
+            if handle._awaits_muon and optimizer not in handle._without_advice:
+                handle._advise(optimizer)
 
         # Disabled, because `torch.compile(optimizer.step)` would otherwise run it only while tracing.
         hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
         end_with(self, [hook])
         return hook
+
+    def _advise(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once if a Muon steps with gradients of few bits."""
+        if not is_muon(optimizer):
+            self._without_advice.add(optimizer)
+            return
+        text = muon_warning(optimizer, self._state.groups)
+        self._awaits_muon = text is None
+        if text:
+            warn_user(text, range(dist.get_world_size()) if dist.is_initialized() else None)
 
     @contextmanager
     def _attaching(self) -> Iterator[ExitStack]:

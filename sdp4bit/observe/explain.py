@@ -12,6 +12,7 @@ from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.plan import hops_of
 from sdp4bit.collectives.sections import FINE_BITS, fine_bits
 from sdp4bit.collectives.topology import Nodes
+from sdp4bit.collectives.weights import LARGEST_SMALL_EDIT, FullReason, Weights
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.quantization.formats import Bits, format_of
 from sdp4bit.traffic import Traffic
@@ -23,6 +24,15 @@ ONE_RANK = "one rank"
 ONE_NODE = 'full precision: sharded inside one node (WeightConfig(replica="full") quantizes)'
 ONE_NODE_GRADIENTS = "full precision: all ranks on one node (GradientConfig(inside_one_node=True) quantizes)"
 """Reasons in the table why weights or gradients are not quantized."""
+_FULL_REFRESHES = {
+    FullReason.FIRST_USE: "first use",
+    FullReason.REQUESTED: "requested (resync, full_precision, audit), interrupted, or due on another rank",
+    FullReason.LARGE: f"weights changed by more than 1/{round(1 / LARGEST_SMALL_EDIT)} of their norm",
+    FullReason.LOADED: "weights were loaded",
+    FullReason.NONFINITE: "the refresh before held NaN or infinity",
+    FullReason.CHECKPOINT: "rows of a checkpoint",
+    FullReason.MISFIT: "the loaded state belongs to other weights, ranks or nodes",
+}
 
 _PLACES = {"intra": "intra", "inter": "inter", "outer": "between blocks"}
 _WIDTH = 80
@@ -67,8 +77,19 @@ def _weights_of(group: Group, remarks: Remarks) -> str:
     text = describe_weights(replica.config, where=remarks.place or f"{replica.config.replica} replica")
     text += _fine(group, [replica.bits])
     if weights.full_refreshes:
-        text += f", full refreshes: {weights.full_refreshes} (the last: {weights.full_refresh_reason})"
+        text += f", full refreshes: {weights.full_refreshes} (the last: {last_full_refresh(weights)})"
     return ", ".join([text, *remarks.weights])
+
+
+def describe_full_refresh(reason: FullReason, *, in_evaluation: bool) -> str:
+    """Return why a refresh in full precision was sent."""
+    return _FULL_REFRESHES[reason] + (", in evaluation" if in_evaluation else "")
+
+
+def last_full_refresh(weights: Weights) -> str | None:
+    """Return why the last refresh in full precision that counts was sent; None without one."""
+    reason = weights.full_refresh_reason
+    return None if reason is None else describe_full_refresh(reason, in_evaluation=weights.in_evaluation)
 
 
 def _gradients_of(group: Group, remarks: Remarks) -> str:

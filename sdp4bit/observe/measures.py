@@ -77,7 +77,7 @@ def group_squares(group: Group, *, sample_numel: int | None) -> Tensor:
     if replica is not None and sample is not None and sample[0].numel():
         main, held = sample
         before, after = held.float(), main
-        if not group.refresh_is_full and replica.bits is not None:
+        if not group.weights.is_full and replica.bits is not None:
             sent, received = replica.quantized_differences(main, before)
             difference = squared_norms(received, sent, numel=numel)
             after = before + received if replica.sends_differences else received

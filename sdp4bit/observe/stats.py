@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sdp4bit.collectives.group import Group
 from sdp4bit.config import TelemetryConfig
+from sdp4bit.observe.explain import last_full_refresh
 from sdp4bit.observe.measures import (
     SQUARES,
     Measurement,
@@ -104,7 +105,9 @@ class ModelState:
         """Record whether anything was sent since this optimizer's step before; warn once if not."""
         # For each optimizer, because several may step one after the other.
         sent = self.retired.collectives
-        sent += sum(counter.collectives for group in self.groups for counter in group.counters)
+        for group in self.groups:
+            for counter in group.counters:
+                sent += counter.collectives
         self.is_silent, self.silence = 0 < sent == self._sent_before.get(optimizer), ""
         self._sent_before[optimizer] = sent
         if not self.is_silent or self.expects_silence:
@@ -217,7 +220,7 @@ class ModelState:
                     "weight_bits": None if group.weights.replica is None else group.weights.replica.bits,
                     "gradient_bits": group.gradients.bits,
                     "full_refreshes": group.weights.full_refreshes,
-                    "full_refresh_reason": group.weights.full_refresh_reason,
+                    "full_refresh_reason": last_full_refresh(group.weights),
                 }
             )
         return found

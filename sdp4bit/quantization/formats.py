@@ -37,6 +37,29 @@ class Format:
     weight_error: float = 0.6
     """Automatic thresholds of alerts (docs/reliability.md)."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for codes that do not fit in their bits, or a packing of another size."""
+        if self.block_bytes <= 0 or self.block_bytes % 2 or self.block_bytes != self.packed_bytes:
+            raise ValueError(
+                f"format {self.name}: block_bytes={self.block_bytes} for 32 values, but its codes are packed "
+                f"in {self.packed_bytes} bytes: both must be the same even number"
+            )
+        if self.has_scales and self.codes > 2**self.bits:
+            raise ValueError(
+                f"format {self.name}: {self.codes} codes for largest={self.largest}, but {self.bits:g} bits "
+                f"have {2**self.bits:.4g}: reduce largest, or use more bits"
+            )
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes into which `pack` writes 32 codes."""
+        return self.block_bytes
+
+    @property
+    def codes(self) -> int:
+        """Codes that are told apart, with the one that marks zeros."""
+        return 2 * self.largest + 2
+
     @property
     def has_scales(self) -> bool:
         return self.largest > 0
@@ -71,6 +94,10 @@ class Format:
 class Signed(Format):
     """A byte per code, with its sign."""
 
+    @property
+    def packed_bytes(self) -> int:
+        return BLOCK
+
     def pack(self, codes: Tensor) -> Tensor:
         return codes.byte()
 
@@ -80,6 +107,10 @@ class Signed(Format):
 
 class InHalves(Format):
     """4 bits, by halves of a group: byte i has values i (low nibble) and i + size / 2 (high nibble)."""
+
+    @property
+    def packed_bytes(self) -> int:
+        return BLOCK // 2
 
     def pack(self, codes: Tensor) -> Tensor:
         halves: Tensor = (codes + self.offset).unflatten(-1, (2, -1))
@@ -100,6 +131,15 @@ class InOrder(Format):
 
     widths: tuple[int, ...]
     """Bits of each code that lie together; each 1, 2 or 4."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not {1, 2, 4}.issuperset(self.widths):
+            raise ValueError(f"format {self.name}: widths={self.widths}, but each must be 1, 2 or 4")
+
+    @property
+    def packed_bytes(self) -> int:
+        return BLOCK // 8 * sum(self.widths)
 
     def pack(self, codes: Tensor) -> Tensor:
         blocks: Tensor = (codes + self.offset).unflatten(-1, (-1, BLOCK))
@@ -132,6 +172,14 @@ class InPairs(Format):
 
     _SHAPE = (-1, 2, BLOCK // 2)
     """Blocks, with the pairs as columns."""
+
+    @property
+    def packed_bytes(self) -> int:
+        return 7 * BLOCK // 16
+
+    @property
+    def codes(self) -> int:
+        return 2 * self.largest + 1  # an unused number of a pair marks zeros
 
     @property
     def offset(self) -> int:
@@ -179,6 +227,11 @@ Bits = float | str | None
 """How settings name a format: a number of bits, None for full precision, or the name of another format."""
 
 FORMATS: dict[Bits, Format] = {2: INT2, 3: INT3, 3.5: ELEVEN, 4: INT4, 8: INT8, 32: FP32, None: FP32}
+
+
+def with_scales() -> list[Bits]:
+    """Return how settings name each format that quantizes."""
+    return [bits for bits, each in FORMATS.items() if each.has_scales]
 
 
 def format_of(bits: Bits) -> Format:

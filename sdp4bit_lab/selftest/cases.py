@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.checksum import STRIPE_WORDS
-from sdp4bit.quantization.formats import BLOCK, format_of
+from sdp4bit.quantization.formats import BLOCK, Bits, format_of, with_scales
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import KeySeries, RoundingKey, derive_keys, derive_series
 
@@ -29,7 +28,7 @@ DITHERS = (None, DITHER._replace(first=96, row_stride=32 * 555))
 SERIES = (None, derive_series(1234, 7, rank_step=3), KeySeries((1 << 64) - 5, (1 << 63) + 1))
 CLIPS = (1.0, 0.6, 0.25)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALL_BITS = (*QUANTIZED_BITS, 32)
+ALL_BITS = (*with_scales(), 32)
 HOPS = (
     *((8, 4), (4, 8), (4, 4), (8, 8), (32, 8), (32, 4), (8, 32), (32, 32)),
     *((8, 3), (8, 2), (3, 2), (4, 2), (2, 3), (3, 4), (2, 8), (3, 32)),
@@ -133,7 +132,7 @@ class Shape(NamedTuple):
     edges: bool
     """Whether every second group has edge values or an edge scale."""
 
-    def layout(self, bits: float, *, parts: int = 1, group_size: int | None = None) -> MessageLayout:
+    def layout(self, bits: Bits, *, parts: int = 1, group_size: int | None = None) -> MessageLayout:
         return MessageLayout(
             numel=self.numel, bits=bits, group_size=group_size or self.group_size, parts=parts
         )
@@ -293,7 +292,7 @@ def dequantize_reduce_pieces(shape: Shape) -> Iterator[KernelCase]:
 
 def scales_that_round_up() -> Iterator[KernelCase]:
     """Yield groups whose unrounded scales have low 16 bits close to a bf16 rounding boundary."""
-    for bits in QUANTIZED_BITS:
+    for bits in with_scales():
         candidates = (torch.arange(1 << 22, dtype=torch.int32) + 0x40400000).view(torch.float32)
         step = candidates * torch.tensor(1.0 / format_of(bits).largest, dtype=torch.float32)
         low = step.view(torch.int32) & 0xFFFF
@@ -321,7 +320,7 @@ def dithered_zeros() -> Iterator[KernelCase]:
     """Yield calls on zeros, of 3.5 bits both values of a pair, either one or none; and on any codes."""
     values = make_values(1, 1, 64, seed=13)
     values[..., :20] = values[..., 32:40] = values[..., 48:60] = 0
-    for bits in QUANTIZED_BITS:
+    for bits in with_scales():
         layout = MessageLayout(numel=64, bits=bits, group_size=64)
         named = {"out": guarded_messages(1, layout), "layout": layout, "hadamard": False, "rounding": DITHER}
         yield KernelCase(ops.hadamard_quantize, values, named)
@@ -356,9 +355,9 @@ def quick_cases() -> Iterator[KernelCase]:
     yield next(checksums())
 
 
-def _sent_bits(case: KernelCase) -> float | None:
+def _sent_bits(case: KernelCase) -> Bits:
     layout: MessageLayout | None = case.named.get("sent", case.named.get("layout"))
-    return layout and layout.bits
+    return None if layout is None else layout.bits
 
 
 def all_cases() -> Iterator[KernelCase]:

@@ -16,8 +16,9 @@ from sdp4bit.collectives.plan import Message, ReducePlan, plan_refresh
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, SectionValues
 from sdp4bit.collectives.scratch import Messages, Scratch
 from sdp4bit.collectives.sections import Range, Section, whole_row
+from sdp4bit.collectives.streams import Running, advance
 from sdp4bit.collectives.topology import Nodes, Topology, arrange, block_numbers
-from sdp4bit.collectives.transport import PendingTransfer, Running, Transport, Use, advance
+from sdp4bit.collectives.transport import PendingTransfer, Transport, Use
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.traffic import Level, TrafficCounter

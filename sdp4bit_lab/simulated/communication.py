@@ -18,9 +18,8 @@ from sdp4bit.collectives.samples import sample_of
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import CutParam, Range, Section, cut_row, whole_row
 from sdp4bit.collectives.topology import Nodes
-from sdp4bit.collectives.weights import Weights
+from sdp4bit.collectives.weights import Due, Weights, change_squares, is_large_change
 from sdp4bit.config import AuditConfig, SDP4BitConfig
-from sdp4bit.engines.edits import change_squares, is_large_change
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import one_node_reason
@@ -28,7 +27,7 @@ from sdp4bit.observe.stats import ModelState
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica
 from sdp4bit_lab.simulated.rows import RowLayout
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class SimulatedGroup:
@@ -81,7 +80,6 @@ class SimulatedGroupState(Group):
         stays_gathered: bool,
     ) -> None:
         super().__init__(group, index=index, layout=layout)
-        self.resync_wanted = True  # the first refresh is in full precision
         self._held = held
         self.reductions_of_all: SimulatedReduceScatter | None = None
         """Reduction of all ranks; `reduction` is rank 0's part of it."""
@@ -90,12 +88,6 @@ class SimulatedGroupState(Group):
         self.is_gathered = False
         self.reduction: dict[str, Any] = {}  # arguments of the reduction under way, equal for all ranks
         self.gradient_sections: tuple[Section, ...] = ()
-        self.was_loaded = False
-        """Whether the replica comes from a checkpoint, and the next full refresh sends it."""
-
-    @property
-    def refresh_is_full(self) -> bool:
-        return self.resync_wanted
 
     def sample_weights(self, ranges: Sequence[Range], *, may_wait: bool) -> tuple[Tensor, Tensor] | None:
         held = self.view.rows.row(self._held, rank=0)
@@ -106,9 +98,6 @@ class SimulatedGroupState(Group):
         if self.reduction:
             self.gradients.reductions = self.reduction["call"]
             self.reduction = {}
-
-    def awaits_refresh(self) -> bool:
-        return self.weights.is_changed or self.resync_wanted
 
 
 class SimulatedModelState(ModelState):
@@ -254,43 +243,37 @@ class SimulatedCommHandle(CommHandle):
         """Record that an optimizer has changed the main weights."""
         self._state.step_pending = True
         for comm in self._state.groups:
-            comm.weights.is_changed = True  # also without a replica, because the compute weights follow
+            comm.weights.mark_changed()
             comm.is_gathered = False
 
     def resync(self) -> None:
         """Refresh the replicas in full precision before the next forward."""
         for comm in self._state.groups:
-            comm.resync_wanted, comm.was_loaded = True, False
-            comm.weights.is_changed = comm.is_gathered = False
+            comm.weights.raise_to(Due.FULL)
+            comm.is_gathered = False
 
     def _refresh(self, comm: SimulatedGroupState) -> None:
-        layout, replica = comm.view.rows, comm.weights.replica
+        layout, weights, replica = comm.view.rows, comm.weights, comm.weights.replica
+        if weights.is_current:
+            return
         if replica is None:
-            if (comm.weights.is_changed or comm.resync_wanted) and not self._is_shared:
+            if not self._is_shared:
                 for param in layout.params:
                     self._held[param.name].copy_(self._main[param.name])
-            comm.weights.is_changed = comm.resync_wanted = False
-            return
-        if not (comm.weights.is_changed or comm.resync_wanted):
             return
         held, rows = self._rows("held", comm, self._dtype), self._rows("main", comm, torch.float32)
         layout.write_rows(self._held, held)
         layout.write_rows(self._main, rows)
-        is_evaluated = comm.weights.is_changed and not comm.resync_wanted and not self._compute.training
-        if is_evaluated and replica.sends_differences:
+        evaluates = not self._compute.training
+        events = weights.events()._replace(evaluates=evaluates)
+        if weights.needs_size(events):
             # As on FSDP2, the size of the change decides if an evaluation is the first to use it.
             by_rank = [change_squares(row.to(self._dtype), own) for row, own in zip(rows, held, strict=True)]
-            comm.resync_wanted = bool(is_large_change(torch.stack(by_rank).sum(0)))
-        sends_difference = comm.weights.is_changed and (comm.was_loaded or not comm.resync_wanted)
+            weights.agree_on_size(events, is_large=bool(is_large_change(torch.stack(by_rank).sum(0))))
         replica.rows = held
-        if comm.resync_wanted:
-            reason = "a large change in evaluation" if is_evaluated else "requested or loaded"
-            comm.weights.start_full_refresh(held if comm.was_loaded else rows, reason=reason)
-        if sends_difference:
-            comm.weights.start_quantized_refresh(rows)
+        row = held if weights.is_from_checkpoint else rows
+        weights.refresh(rows, row=row, in_evaluation=evaluates)
         layout.read_rows(held, self._held)
-        # Only now, so that an exception leaves the refresh due.
-        comm.weights.is_changed = comm.resync_wanted = comm.was_loaded = False
 
     def _count_gather(self, comm: SimulatedGroupState) -> None:
         shard_bytes = comm.view.shard_numel * self._dtype.itemsize
@@ -378,11 +361,9 @@ class SimulatedCommHandle(CommHandle):
         for comm in state.groups:
             # A pending full refresh is not saved, because a resumed run starts with one.
             comm.forget_reduction()
-            is_due = comm.resync_wanted and not comm.was_loaded
-            changed = int(comm.weights.is_changed and not is_due)
-            counters[comm.view.name] = torch.tensor(
-                [comm.gradients.reductions, comm.weights.refreshes, changed]
-            )
+            is_due, saved = comm.weights.due is Due.FULL, comm.state()
+            saved["due"] = Due.NOTHING if is_due else saved["due"]
+            counters[comm.view.name] = torch.tensor([*saved.values()])
             if comm.weights.replica is not None:
                 for param in comm.view.rows.params:
                     name = param.name
@@ -401,12 +382,11 @@ class SimulatedCommHandle(CommHandle):
         state = self._state
         state.steps, state.step_pending = int(state_dict["steps"]), False
         for comm in state.groups:
-            counters = [int(value) for value in state_dict["groups"][comm.view.name]]
-            comm.reduction = {}
-            comm.gradients.reductions, comm.weights.refreshes, changed = counters
-            comm.weights.is_changed = bool(changed)
-            comm.resync_wanted, comm.is_gathered = True, False
-            comm.was_loaded = comm.weights.replica is not None
+            saved = dict(zip(comm.state(), map(int, state_dict["groups"][comm.view.name]), strict=True))
+            comm.load(saved)
+            comm.reduction, comm.is_gathered = {}, False
+            comm.weights.raise_to(Due.FULL)
             if comm.weights.replica is not None:
+                comm.weights.load_rows(None, due=Due(saved["due"]))
                 for param in comm.view.rows.params:
                     self._held[param.name].copy_(state_dict["replica"][param.name])

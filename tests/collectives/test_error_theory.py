@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sdp4bit.config import QUANTIZED_BITS, GradientConfig, WeightConfig
+from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.quantization import definition
 from sdp4bit.quantization.definition import Call
+from sdp4bit.quantization.formats import with_scales
 from sdp4bit.quantization.hadamard import hadamard32
 from tests.oracles.integers import QMAX
 
@@ -328,7 +329,7 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(
 @settings(deadline=None, derandomize=True)
 @given(
     st.lists(finite, min_size=1, max_size=64),
-    st.sampled_from(QUANTIZED_BITS),
+    st.sampled_from(with_scales()),
     st.sampled_from([1.0, 0.6, 0.1]),
     st.integers(0, 2**20),
 )

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from sdp4bit.engines.edits import LARGEST_SMALL_EDIT, change_squares, is_large_change
+from sdp4bit.collectives.weights import LARGEST_SMALL_EDIT, change_squares, is_large_change
 
 
 def test_an_edit_is_large_above_a_part_of_the_norm() -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives import transport
-from sdp4bit.collectives.transport import advance
+from sdp4bit.collectives.streams import advance
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook
 from sdp4bit_megatron.patches import GroupPatch
@@ -361,7 +361,7 @@ def test_there_is_a_fault_without_any_one_of_the_waits() -> None:
         for site, is_needed in needed_here.items():
             found[site] = found.get(site, False) or is_needed
     assert all(found.values()), found
-    assert {site.partition(" ")[0] for site in found} >= {"transport.py"}
+    assert {site.partition(" ")[0] for site in found} >= {"streams.py"}
 
 
 def test_there_is_a_fault_if_memory_is_freed_shared_or_read_too_early_or_late(fsdp: list[Outcome]) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.formats import format_of
+from sdp4bit.quantization.formats import format_of, with_scales
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit_lab.selftest.cases import (
     BY_SHAPE,
@@ -54,7 +53,7 @@ class ByteTests:
         for case in make():
             self.compare(case.operator, case.first, **case.named)
 
-    @pytest.mark.parametrize("bits", QUANTIZED_BITS)
+    @pytest.mark.parametrize("bits", with_scales())
     def test_ties_of_every_scale(self, bits):
         """Values half way between two codes, whose rounding shows the last bit of the scale's reciprocal."""
         scales = torch.arange(0x3F80, 0x4000).to(torch.int16).view(torch.bfloat16)

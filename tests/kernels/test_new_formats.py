@@ -84,7 +84,7 @@ def test_kernels_write_the_bytes_of_the_reference(
             pytest.skip("test_triton.py runs this in Triton's interpreter")
         monkeypatch.setitem(formats.FORMATS, added.name, CODINGS[added.name])
     monkeypatch.setattr(cases, "ALL_BITS", (added.name,))
-    monkeypatch.setattr(cases, "QUANTIZED_BITS", (added.name,))
+    monkeypatch.setattr(cases, "with_scales", lambda: [added.name])
     monkeypatch.setattr(cases, "HOPS", ((8, added.name), (added.name, 4)))
     shapes: list[tuple[Any, ...]] = [()]
     if make is not dithered_zeros:

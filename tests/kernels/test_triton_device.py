@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.formats import with_scales
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit_lab.selftest.cases import POISON, bits_of, make_values
@@ -110,7 +110,7 @@ def test_tensors_of_another_device_than_the_current_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("bits", with_scales())
 def test_offsets_beyond_32_bits(bits):
     """The last groups of a row of more than 2**31 values are coded and decoded as if they were alone."""
     numel, alone = (1 << 31) + 2048 * 3, 2048 * 3

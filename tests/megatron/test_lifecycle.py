@@ -171,7 +171,7 @@ def wrong_states(comm: Any) -> None:
     for bad, message in (
         ([], "a list"),
         ({}, "it lacks format_version, steps"),
-        ({**good, "format_version": 9}, "format 9, but this version of sdp4bit reads 1"),
+        ({**good, "format_version": 9}, "format 9, but this version of sdp4bit reads 2"),
         ({**good, "reductions": -1}, "reductions should be counts"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -185,7 +185,7 @@ def test_resume_is_bit_exact(overlap: bool) -> None:
     whole = MegatronRun(STOCHASTIC, topology=1, overlap=overlap).train(2)
     unsent = save(whole)
     # With overlap the last step's differences are sent with the next forward, or on resume.
-    assert whole.comm.state_dict()["pending"] == overlap
+    assert whole.comm.state_dict()["due"] == overlap
     if overlap:  # as Megatron does before it saves
         for chunk in whole.chunks:
             chunk.disable_forward_pre_hook()

@@ -12,6 +12,8 @@ EXACT = (
     "tests/engines/fsdp2/test_exactness.py::test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit"
 )
 EDITS = "tests/engines/fsdp2/test_edits.py"
+DUE = "tests/engines/fsdp2/test_due.py"
+TORN = "tests/engines/test_contract.py::test_a_refresh_that_failed_on_one_rank_is_repeated_by_all"
 SIZES = f"{EDITS}::test_edits_are_sent_by_their_size_and_steps_hold_them"
 DEEPSPEED = "tests/deepspeed/test_deepspeed.py"
 
@@ -153,14 +155,36 @@ SOURCES = (
         (
             M("if self._was_refreshed:", "if True:"),
             M("self.full_refreshes += 1", "self.full_refreshes += 2"),
-            M("self.full_refresh_reason = reason", "self.full_refresh_reason = None"),
+            M("self.full_refresh_reason = self.reason", "self.full_refresh_reason = None"),
+            M("torn=self.replica is not None and self.replica.is_torn", "torn=False", tests=(TORN,)),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/weights.py",
+        (DUE,),
+        (
+            M("if events.nonfinite and self.due and not", "if events.nonfinite and not"),
+            M("if events.loaded and not self.is_from_checkpoint:", "if events.loaded:"),
+            M("(self.due < due or self.reason is FullReason.NONFINITE)", "self.due < due"),
+            M("self.due = max(self.due, due)", "self.due = due"),
+            M("return Due.NOTHING < self.due < Due.FULL", "return Due.TRAINED < self.due < Due.FULL"),
+            M("if events.evaluates and self._sends_differences and", "if events.evaluates and"),
+            M("if is_large or (events.edited and not self._sends_differences):", "if is_large:"),
+            M("is_refused = events.misfit and self.is_from_checkpoint", "is_refused = events.misfit"),
             M(
-                'self.is_changed, self.full_reason = False, ""',
-                "self.is_changed = False",
-                tests=(
-                    "tests/megatron/test_lifecycle.py::test_an_exception_in_a_refresh_leaves_equal_replicas",
-                ),
+                "self.due, self.is_from_checkpoint, self.loaded_row = Due.NOTHING, False, None",
+                "self.due, self.is_from_checkpoint = Due.NOTHING, False",
             ),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/weights.py",
+        ("tests/engines/test_edits.py",),
+        (
+            M("LARGEST_SMALL_EDIT**2 * size", "LARGEST_SMALL_EDIT * size"),
+            M("~((change <= LARGEST_SMALL_EDIT**2 * size)", "((change > LARGEST_SMALL_EDIT**2 * size)"),
+            M(" & change.isfinite())", ")"),
+            M("change = main.float() - held.float()", "change = main - held"),
         ),
     ),
     Source(

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sdp4bit.config import LEAST_CLIP, QUANTIZED_BITS
+from sdp4bit.config import LEAST_CLIP
+from sdp4bit.quantization.formats import with_scales
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import KeySeries, RoundingKey
 from sdp4bit_lab.selftest.cases import (
@@ -77,7 +78,7 @@ lengths = st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65]) | st.integers(0, 30
 group_sizes = st.sampled_from([32, 64, 96, 128, 160, 512, 2048, 8192]) | st.integers(1, 40).map(
     lambda blocks: 32 * blocks
 )
-bits = st.sampled_from([*QUANTIZED_BITS, 32])
+bits = st.sampled_from([*with_scales(), 32])
 """Those of a configuration; 32 is its None."""
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**31 - 1)

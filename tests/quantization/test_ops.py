@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import ops, reference
+from sdp4bit.quantization.formats import with_scales
 from sdp4bit.quantization.random import MAX_ELEMENTS, RoundingKey, derive_keys
 from tests.quantization.operator_calls import KEY, empty_messages, layout_of, quantized, values_of
 from tests.ranks import on_ranks
@@ -43,7 +43,7 @@ def test_transposed_view_equals_its_copy() -> None:
     assert torch.equal(quantized(values, layout), quantized(values.contiguous(), layout))
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("bits", with_scales())
 def test_slices_of_a_row_carry_the_codes_and_scales_of_the_whole(bits: float) -> None:
     # So a pipelined reduction equals the unpipelined one bit for bit.
     numel, group_size, destinations, parts, ranks = 1000, 96, 2, 3, 2

@@ -17,9 +17,9 @@ from torch import Tensor
 
 pytest.importorskip("numba", reason="needs numba")
 
-from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.kernels.cpu import backend as cpu
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.formats import with_scales
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, hadamard32
 from sdp4bit.quantization.layout import MessageLayout
 from tests.kernels.byte_tests import compare
@@ -59,7 +59,7 @@ def round_trips(draw: st.DrawFn) -> tuple[Any, ...]:
     numel = draw(draws.lengths)
     values = draw(draws.tensors((1, 1, numel), dtype=torch.float32))
     layout = MessageLayout(
-        numel=numel, bits=draw(st.sampled_from(QUANTIZED_BITS)), group_size=draw(draws.group_sizes)
+        numel=numel, bits=draw(st.sampled_from(with_scales())), group_size=draw(draws.group_sizes)
     )
     # The only message of a sum is sender 0's.
     rounding = draw(draws.roundings.map(lambda key: key and key._replace(sender=0)))

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import reference
-from sdp4bit.quantization.formats import format_of
+from sdp4bit.quantization.formats import format_of, with_scales
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import random_bits16
 from tests.oracles.integers import (
@@ -41,7 +40,7 @@ def scale_of(largest: float, bits: float) -> Tensor:
 
 
 @repeatable
-@given(finite_floats, st.sampled_from(QUANTIZED_BITS))
+@given(finite_floats, st.sampled_from(with_scales()))
 def test_scale_is_the_rounded_up_largest_magnitude_over_qmax(largest: float, bits: float) -> None:
     _, expected = oracle_group([largest], bits, [0])
     scale = scale_of(largest, bits)
@@ -54,7 +53,7 @@ def test_scale_is_the_rounded_up_largest_magnitude_over_qmax(largest: float, bit
         assert exact < scale.item() <= exact * (1 + 2**-7) * (1 + 2**-20)
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("bits", with_scales())
 def test_a_scale_of_2_to_the_120_is_nan_and_none_below(bits: float) -> None:
     largest_scale = bits_float(0x7B7F0000)
     below = largest_scale * QMAX[bits] * (1 - 2**-20)
@@ -64,7 +63,7 @@ def test_a_scale_of_2_to_the_120_is_nan_and_none_below(bits: float) -> None:
         assert decoded(encoded(torch.full((1, 32), value), bits, 32), 32, bits, 32).isnan().all()
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("bits", with_scales())
 def test_products_of_codes_and_scales_are_exact_and_finite(bits: float) -> None:
     """Of all codes, dithers and mantissas of scales, so that a multiply-add may be fused."""
     codes = torch.arange(-QMAX[bits], QMAX[bits] + 1, dtype=torch.float64)
@@ -75,7 +74,7 @@ def test_products_of_codes_and_scales_are_exact_and_finite(bits: float) -> None:
         assert torch.equal(products.float().double(), products)
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("bits", with_scales())
 def test_group_below_2_to_the_minus_100_is_zero_and_at_it_is_not(bits: float) -> None:
     limit = 2.0**-100
     below = bits_float(float_bits(limit) - 1)
@@ -89,7 +88,7 @@ def test_group_below_2_to_the_minus_100_is_zero_and_at_it_is_not(bits: float) ->
 @repeatable
 @given(
     st.lists(finite_floats, min_size=32, max_size=32),
-    st.sampled_from(QUANTIZED_BITS),
+    st.sampled_from(with_scales()),
     st.sampled_from([0, 0x8000, 0xFFFF]),
 )
 def test_codes_stay_in_range_without_a_clamp(group: list[float], bits: float, draw: int) -> None:
@@ -101,7 +100,7 @@ def test_codes_stay_in_range_without_a_clamp(group: list[float], bits: float, dr
     assert scales.isfinite().all() or values.abs().max().item() > QMAX[bits] * 2.0**120 * (1 - 2**-7)
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("bits", with_scales())
 def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: float) -> None:
     # All 2**23 mantissas in one binade; the scale rule does not depend on the exponent.
     values = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32).view(-1, 1)
@@ -119,7 +118,7 @@ def test_scale_and_range_hold_for_every_mantissa_of_the_largest_value(bits: floa
 # Rounding
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("bits", with_scales())
 def test_mean_over_all_draws_is_the_fixed_point_value_exactly(bits: float) -> None:
     group = values_of(1, 32, seed=3)
     draws = torch.arange(65536, dtype=torch.int32).view(-1, 1).expand(-1, 32)
@@ -146,7 +145,7 @@ def test_nearest_rounds_ties_up() -> None:
 @repeatable
 @given(
     st.lists(finite_floats, min_size=32, max_size=32),
-    st.sampled_from(QUANTIZED_BITS),
+    st.sampled_from(with_scales()),
     st.sampled_from([0.1, 0.25, 0.6, 0.99]),
     st.booleans(),
 )
@@ -163,7 +162,7 @@ def test_clipped_groups_equal_the_oracle(
 # Dither
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("bits", with_scales())
 def test_dithered_values_come_back_within_half_a_step_and_zeros_as_zeros(bits: float) -> None:
     """With 3.5 bits a zero does if the other value of its pair is zero."""
     values = torch.ones(1, 64)
@@ -186,7 +185,7 @@ def test_dithered_values_come_back_within_half_a_step_and_zeros_as_zeros(bits: f
 # Packing and layout
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("bits", with_scales())
 def test_every_code_comes_back(bits: float) -> None:
     """The lowest one, which no value is rounded to, included."""
     lowest = -QMAX[bits] - (bits != 3.5)
@@ -212,7 +211,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("bits", [*QUANTIZED_BITS, 32])
+@pytest.mark.parametrize("bits", [*with_scales(), 32])
 @pytest.mark.parametrize(("parts", "numel", "group_size"), SHAPES)
 def test_message_equals_the_oracle_byte_for_byte(
     parts: int, numel: int, group_size: int, bits: float, stochastic: bool
@@ -243,7 +242,7 @@ def test_message_equals_the_oracle_byte_for_byte(
 @given(
     st.lists(finite_floats, min_size=1, max_size=130),
     st.sampled_from([32, 64, 96, 128]),
-    st.sampled_from(QUANTIZED_BITS),
+    st.sampled_from(with_scales()),
 )
 def test_any_finite_row_equals_the_oracle(row: list[float], group_size: int, bits: float) -> None:
     message = encoded(torch.tensor([row]), bits, group_size)

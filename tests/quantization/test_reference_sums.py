@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdp4bit.config import QUANTIZED_BITS
 from sdp4bit.quantization import reference
+from sdp4bit.quantization.formats import with_scales
 from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import random_bits16
@@ -60,7 +60,7 @@ def test_a_message_of_zeros_that_is_skipped_changes_no_bit(hadamard: bool) -> No
     assert torch.equal(results[0].view(torch.int32), results[1].view(torch.int32))
 
 
-@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+@pytest.mark.parametrize("bits", with_scales())
 @pytest.mark.parametrize("numel", [32, 200, 1000])
 def test_reduction_equals_the_oracle(bits: float, numel: int) -> None:
     group_size = 96

@@ -21,8 +21,8 @@ from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
 from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, take_ranges
+from sdp4bit.collectives.streams import SideStream
 from sdp4bit.collectives.topology import Nodes, Topology, TopologySpec, create_topologies, destroy_topology
-from sdp4bit.collectives.transport import SideStream
 from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.handle import CommHandle, StateDict, check_state

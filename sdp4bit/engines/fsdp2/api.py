@@ -22,7 +22,7 @@ from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import AgreedNodes, ShardedRows, agree
-from sdp4bit.engines.attach import build, host_group
+from sdp4bit.engines.attach import build
 from sdp4bit.engines.fsdp2.checks import (
     PARTIAL_GRADIENTS,
     check_group,
@@ -220,9 +220,9 @@ class FSDPCommHandle(CommHandle):
             for index, view in enumerate(views)
         ]
         for group in groups:
-            group.weights.unquantized_reason, group.gradients.unquantized_reason = unquantized_reasons(
-                group.view, layouts, config=config, skipped=skipped
-            )
+            reasons = unquantized_reasons(group.view, layouts, config=config, skipped=skipped)
+            group.weights.unquantized_reason, group.gradients.unquantized_reason, _ = reasons
+            group.gradients.unquantized_sum_reason = reasons[-1]
             if config.weights is not None and not group.weights.unquantized_reason:
                 sections = group.view.weight_sections(
                     unit=config.weights.group_size, separate=config.separate_parameters
@@ -233,8 +233,7 @@ class FSDPCommHandle(CommHandle):
         state = FSDPModelState(groups, roots=roots, telemetry=config.telemetry)
         super().__init__(state, config=config, note=note, layouts=layouts)
         with self._attaching() as undo:
-            build(groups, layouts=layouts, config=config, undo=undo)
-            state.decision_group = host_group(purpose="decisions", undo=undo)
+            state.decision_group = build(groups, layouts=layouts, config=config, undo=undo)
             undo.callback(setattr, state, "decision_group", None)
             # Without sdp4bit, FSDP2 gathers the main weights again.
             undo.callback(state.reshard, groups)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sdp4bit.addresses import page
-from sdp4bit.collectives.transport import has_one_queue
+from sdp4bit.collectives.streams import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.fsdp2.group import check_dtypes
@@ -145,7 +145,7 @@ def check_staging(
     """Raise ValueError if special memory was requested for a collective that quantization replaces."""
     collectives = {"weights": "all-gather of its weights", "gradients": "reduce-scatter of its gradients"}
     for group in groups:
-        reasons = unquantized_reasons(group, layouts, config=config, skipped=skipped)
+        reasons = unquantized_reasons(group, layouts, config=config, skipped=skipped)[:2]
         for (kind, collective), reason in zip(collectives.items(), reasons, strict=True):
             setter = group.staging_comms.get(kind)
             if setter and not reason:
@@ -172,11 +172,8 @@ def unquantizable_weights_reason(group: FSDPView) -> str:
 
 def unquantized_reasons(
     group: FSDPView, layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
-) -> tuple[str, str]:
-    """Return why a group's weights and its gradients are not quantized; "" if they are.
-
-    With ONE_RANK, gradients may still be summed over the replicate dimension.
-    """
+) -> tuple[str, str, str]:
+    """Return why weights, gradients, and their sum over replicas are not quantized; "" if they are."""
     layout, skip = layouts.shards[group.ranks], skipped.get(group.name, "")
     alone = ONE_RANK if layout.size == 1 else ""
     weights = (
@@ -186,10 +183,11 @@ def unquantized_reasons(
         or one_node_reason(config.weights, nodes=layout.nodes)
         or unquantizable_weights_reason(group)
     )
-    gradients = alone or ("" if config.gradients else OFF) or skip
-    if gradients in ("", ONE_RANK) and not skip and len(group.sharing_ranks) > 1:
-        gradients = one_node_reason(config.gradients, nodes=_nodes_of(group, layouts)) or gradients
-    return weights, gradients
+    # Gradients of a shard on one rank may still be summed over the replicate dimension.
+    summed = ("" if config.gradients else OFF) or skip
+    if not summed and len(group.sharing_ranks) > 1:
+        summed = one_node_reason(config.gradients, nodes=_nodes_of(group, layouts))
+    return weights, summed or alone, summed
 
 
 def _nodes_of(group: FSDPView, layouts: AgreedNodes) -> int:
@@ -210,16 +208,16 @@ def warn_of_layout(
     # Sharding inside a node is sensible if HSDP's replicate dimension crosses nodes.
     inside = [_nodes_of(group, layouts) == 1 for group in groups]
     note = one_node_note(
-        [each if is_inside else ("", "") for each, is_inside in zip(reasons, inside, strict=True)]
+        [each[:2] if is_inside else ("", "") for each, is_inside in zip(reasons, inside, strict=True)]
     )
     messages = [note] if note else []
-    reduced = [group for group, (_, why) in zip(groups, reasons, strict=True) if why in ("", ONE_RANK)]
+    reduced = [group for group, (_, _, why) in zip(groups, reasons, strict=True) if not why]
     over = [layouts.shards[group.ranks] for group in reduced]
     over += [layouts.replicate[group.replicate_ranks] for group in reduced if len(group.replicate_ranks) > 1]
     messages += filter(None, [one_hop_note(over)])
     dense = [
         f"{group.name} ({because})"
-        for group, (because, _) in zip(groups, reasons, strict=True)
+        for group, (because, *_) in zip(groups, reasons, strict=True)
         if because and because == unquantizable_weights_reason(group)
     ]
     if dense:

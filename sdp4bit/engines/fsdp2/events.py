@@ -1,7 +1,7 @@
 """Events of a model: optimizer steps and loads on this rank, agreement of the ranks, and step boundaries.
 
 Because ranks see different events, one all-reduce of a few flags per group and forward combines them.
-`freshness.py` decides from the result.
+`collectives/weights.py` decides from the result.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.host import all_reduce_on_host
-from sdp4bit.collectives.transport import SideStream
+from sdp4bit.collectives.streams import SideStream
+from sdp4bit.collectives.weights import Due, Events, FullReason, is_large_change
 from sdp4bit.config import TelemetryConfig
-from sdp4bit.engines.edits import is_large_change
-from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Flags
 from sdp4bit.engines.fsdp2.group import FSDPGroup, check_dtypes
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import FSDPView, ParamView, reduce_over_copies, tensor_version
 from sdp4bit.engines.handle import changes_weights
 from sdp4bit.engines.owned_hooks import end_with
 from sdp4bit.log import logger
+from sdp4bit.observe.explain import describe_full_refresh
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.warn import warn_user
 
@@ -272,7 +272,7 @@ class FSDPModelState(ModelState):
 
     def note_reduction(self, group: FSDPGroup) -> None:
         """Record that gradients of a group are being reduced."""
-        group.fresh.note_reduction()
+        group.edits.note_reduction()
         self.step_observer.is_reduced = True
         # The next gather outside of backward begins a new forward.
         self._is_reduced, self._leader = True, None
@@ -298,7 +298,7 @@ class FSDPModelState(ModelState):
         if self.counts_reductions and self._is_reduced:
             self.step_pending = True
         for group in self.groups:
-            group.fresh.note_step(by_hand=by_hand)
+            group.edits.note_step(by_hand=by_hand)
             if group.has_unsummed_gradients():
                 self.warn_once(
                     group.view,
@@ -307,7 +307,7 @@ class FSDPModelState(ModelState):
                     "set_requires_all_reduce(False), or FSDP2 all-reduced them in full precision over a "
                     "process group that was set after sdp4bit attached",
                 )
-        self.reshard([group for group in self.groups if group.fresh.seen.has_stepped])
+        self.reshard([group for group in self.groups if group.edits.seen.has_stepped])
 
     def before_all_reduce(self, group: FSDPGroup) -> None:
         """Detect step boundaries if nothing is gathered, because no hook then sees a forward."""
@@ -338,14 +338,14 @@ class FSDPModelState(ModelState):
     def note_load(self, *_: object) -> None:
         """Record that a state dict was loaded on this rank; a hook of torch.nn modules."""
         for group in self.groups:
-            group.fresh.seen.was_loaded = True
+            group.edits.seen.was_loaded = True
 
     def request_resync(self, groups: Collection[FSDPGroup] | None = None) -> None:
         """Request a full-precision refresh of these groups (None: all); called on all ranks."""
         groups = self.groups if groups is None else groups
         self.reshard(groups)
         for group in groups:
-            group.fresh.raise_to(Due.FULL, REQUESTED)
+            group.weights.raise_to(Due.FULL)
 
     def reshard(self, groups: Iterable[FSDPGroup]) -> None:
         """Free unsharded parameters that are not in use, so that the next forward gathers them again."""
@@ -393,12 +393,12 @@ class FSDPModelState(ModelState):
         names = (s.name for group in groups for s in group.view.params if s.is_on_all_ranks)
         if self.aliases.take_loads(names):
             for group in groups:
-                group.fresh.seen.was_loaded = True
+                group.edits.seen.was_loaded = True
         self._log_stateless_load(groups)
         # 2. All that this rank has seen, before anything is reduced, because ranks of every layout must end
         # the step, also if only the last one holds the weights that were edited.
         seen = self._seen([group for group in groups if group.layout.size > 1])
-        changed = self.step_pending or any(flags.edited for flags in seen.values())
+        changed = self.step_pending or any(events.edited for events in seen.values())
         reduced = self._is_reduced
         # 3. One reduction for the groups of the same ranks. All of these ranks come here, and reduce in the
         # same order, whatever each of them has seen. Layouts are dimensions of one mesh or contain each
@@ -408,8 +408,8 @@ class FSDPModelState(ModelState):
             asked.setdefault(id(group.layout), []).append(group)
         for together in asked.values():
             if together[0].layout.size > 1:
-                (changed, reduced), flags = self._agreed(together, seen, (changed, reduced))
-                self._decide(flags)
+                (changed, reduced), agreed = self._agreed(together, seen, (changed, reduced))
+                self._decide(agreed)
         # 4. The step ends with the first forward after its optimizer step, on all ranks of the largest
         # layout. The forward of other groups leaves its end to that.
         if changed and reduced:
@@ -418,20 +418,21 @@ class FSDPModelState(ModelState):
             else:
                 self.step_pending = self._is_reduced = True
 
-    def _decide(self, flags: Mapping[FSDPGroup, Flags]) -> None:
+    def _decide(self, agreed: Mapping[FSDPGroup, Events]) -> None:
         """Let the events of all ranks raise the levels of groups with a replica."""
         # Rows of a checkpoint are used for all groups or for none.
-        has_misfit = any(flag.misfit for flag in flags.values())
+        has_misfit = any(events.misfit for events in agreed.values())
         measured: list[FSDPGroup] = []
-        for group, flag in flags.items():
-            if group.fresh.agree(flag._replace(misfit=has_misfit)):
+        for group, events in agreed.items():
+            group.edits.note_agreement()
+            if group.weights.agree(events._replace(misfit=has_misfit)):
                 self.warn_once(
                     group.view,
                     "the loaded communication state was not saved with these weights, by these "
                     "ranks and with this layout, or the weights were edited after the last forward. "
                     f"Replicas are refreshed in full precision instead ({group.view.name} first)",
                 )
-            if group.fresh.needs_size(flag, sends_differences=group.sends_differences):
+            if group.weights.needs_size(events):
                 measured.append(group)
         if not measured:
             return
@@ -440,13 +441,12 @@ class FSDPModelState(ModelState):
         self._reduce(squares, measured[0], op=dist.ReduceOp.SUM, what="agreement on the size of edits")
         is_large = self.over_copies(is_large_change(squares).to(torch.int32), measured).tolist()
         for group, large in zip(measured, is_large, strict=True):
-            sends = group.sends_differences
-            group.fresh.agree_on_size(flags[group], is_large=bool(large), sends_differences=sends)
+            group.weights.agree_on_size(agreed[group], is_large=bool(large))
 
     def _log_stateless_load(self, groups: Sequence[FSDPGroup]) -> None:
         """Log once, on rank 0, if training starts with loaded weights but without the state of a handle."""
         loaded = (
-            c.fresh.seen.was_loaded and c.weights.replica is not None and not c.fresh.is_from_checkpoint
+            c.edits.seen.was_loaded and c.weights.replica is not None and not c.weights.is_from_checkpoint
             for c in groups
         )
         if not self.steps and not self._has_logged and dist.get_rank() == 0 and any(loaded):
@@ -456,31 +456,27 @@ class FSDPModelState(ModelState):
                 "weights. If this resumes a run, it is not bit-exact: save the handle with the model"
             )
 
-    def _seen(self, groups: Sequence[FSDPGroup]) -> dict[FSDPGroup, Flags]:
+    def _seen(self, groups: Sequence[FSDPGroup]) -> dict[FSDPGroup, Events]:
         """Return the events that this rank has seen, for the groups with a replica."""
         groups = [group for group in groups if group.weights.replica is not None]
-        found = {group: group.fresh.find_edits() for group in groups}
+        found = {group: group.edits.find_edits() for group in groups}
         edits = {group: edit for group, edit in found.items() if edit is not None}
         edited = dict(zip(edits, torch.stack(list(edits.values())).tolist(), strict=True)) if edits else {}
         return {
-            group: group.fresh.flags(
-                edited=edited.get(group, False),
-                is_torn=group.weights.replica is not None and group.weights.replica.is_torn,
-                has_gradients=self._has_gradients,
-            )
+            group: group.edits.events(edited=edited.get(group, False), has_gradients=self._has_gradients)
             for group in groups
         }
 
     def _agreed(
-        self, groups: Sequence[FSDPGroup], seen: Mapping[FSDPGroup, Flags], own: tuple[bool, bool]
-    ) -> tuple[tuple[bool, bool], dict[FSDPGroup, Flags]]:
+        self, groups: Sequence[FSDPGroup], seen: Mapping[FSDPGroup, Events], own: tuple[bool, bool]
+    ) -> tuple[tuple[bool, bool], dict[FSDPGroup, Events]]:
         """Return the events that any rank has seen, for the groups with a replica.
 
         Args:
             groups: groups of the same ranks.
             own: whether weights have changed and gradients were reduced on this rank; returned for all.
         """
-        nothing = [False] * len(Flags._fields)
+        nothing = [False] * len(Events._fields)
         rows = [[*own, *seen.get(group, nothing)] for group in groups]
         # On the CPU: apart from the checksums, the flags do not depend on the GPU, so a step need not wait
         # for it.
@@ -489,7 +485,7 @@ class FSDPModelState(ModelState):
         rows = self.over_copies(flags, groups).tolist()
         changed, reduced, *_ = (any(column) for column in zip(*rows, strict=True))
         agreed = {group: row[2:] for group, row in zip(groups, rows, strict=True) if group in seen}
-        return (changed, reduced), {g: Flags(Due(due), *map(bool, row)) for g, (due, *row) in agreed.items()}
+        return (changed, reduced), {g: Events(due, *map(bool, row)) for g, (due, *row) in agreed.items()}
 
     def _reduce(self, values: Tensor, over: FSDPGroup, *, op: dist.ReduceOp.RedOpType, what: str) -> None:
         group = self.decision_group or over.view.process_group
@@ -503,16 +499,17 @@ class FSDPModelState(ModelState):
 
     def report_full_refresh(self, group: FSDPGroup) -> None:
         """Log a refresh in full precision; warn of NaN, and of repetitions."""
-        reason = group.full_refresh_reason
+        weights = group.weights
+        reason = describe_full_refresh(weights.reason, in_evaluation=weights.in_evaluation)
         logger.info("step %d, %s in full precision: %s", self.steps, group.view.name, reason)
-        if group.fresh.holds_nonfinite:
+        if group.weights.reason is FullReason.NONFINITE:
             self.warn_once(
                 group.view,
                 f"the gathered weights hold NaN or infinity ({group.view.name} first, noticed after step "
                 f"{self.steps}) and are sent in full precision until they are finite. Look for the first "
                 "step whose loss or gradient norm is not finite, and load a checkpoint from before it",
             )
-        elif group.fresh.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
+        elif group.edits.full_in_a_row == FULL_REFRESHES_IN_A_ROW:
             self.warn_once(
                 group.view,
                 f"weights were sent in full precision {FULL_REFRESHES_IN_A_ROW} times in a row, now because: "

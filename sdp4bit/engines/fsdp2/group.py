@@ -1,4 +1,4 @@
-"""One FSDP2 parameter group: its quantizers, and the decision when its replica is refreshed."""
+"""One FSDP2 parameter group: its quantizers, and the detector of edits of its weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.samples import sample_of
 from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.topology import Nodes
-from sdp4bit.engines.edits import change_squares
-from sdp4bit.engines.fsdp2.freshness import Freshness
+from sdp4bit.collectives.weights import change_squares
+from sdp4bit.engines.fsdp2.edits import Edits
 from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.quantization.checks import VALUE_DTYPES
@@ -42,7 +42,7 @@ class FSDPGradients(Gradients):
 
 
 class FSDPGroup(Group):
-    """A parameter group with its quantizers, and the decision when its replica is refreshed."""
+    """A parameter group with its quantizers, and the detector of edits of its weights."""
 
     view: FSDPView
     gradients: FSDPGradients
@@ -60,23 +60,9 @@ class FSDPGroup(Group):
         self.separate_parameters = separate_parameters
         self.gradients = FSDPGradients(view, nodes=layout, replicate=replicate, separate=separate_parameters)
         self.data_rank, self.replicate_data_ranks = view.data_rank, view.replicate_data_ranks
-        self.fresh = Freshness(view, nodes=layout.nodes)
+        self.edits = Edits(view, self.weights)
         # HSDP: gradients were reduced over shards but not over the replicate dimension since.
         self.awaits_all_reduce = False
-
-    @property
-    def refresh_is_full(self) -> bool:
-        return self.fresh.is_full
-
-    @property
-    def full_refresh_reason(self) -> str:
-        """Why the refresh in full precision that is due, or the last one, is needed."""
-        return self.fresh.full_reason + ("" if self.view.module.training else ", in evaluation")
-
-    @property
-    def sends_differences(self) -> bool:
-        replica = self.weights.replica
-        return replica is not None and replica.sends_differences
 
     def has_unsummed_gradients(self) -> bool:
         """Return whether gradients exist that were not summed over the replicate dimension."""
@@ -89,14 +75,14 @@ class FSDPGroup(Group):
     def change_squares(self) -> Tensor:
         """Return |main - replica|^2 and |main|^2 over this rank's shard, fp64 [2]."""
         assert self.weights.replica is not None
-        loaded = self.fresh.loaded_row
+        loaded = self.weights.loaded_row
         held = self.weights.replica.own_shard if loaded is None else loaded
         main = self.view.main_shard(held.dtype)
         return change_squares(self.values_of(main), self.values_of(held))
 
     def awaits_refresh(self) -> bool:
-        seen = self.fresh.seen
-        return seen.has_stepped or seen.was_loaded or not self.fresh.is_current
+        seen = self.edits.seen
+        return seen.has_stepped or seen.was_loaded or super().awaits_refresh()
 
     def remarks(self) -> Remarks:
         params = self.view.params

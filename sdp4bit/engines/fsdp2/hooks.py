@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from sdp4bit.collectives.errors import comm_error_context
-from sdp4bit.collectives.transport import CompletedWork, DeferredWork, all_gather_dense, reduce_scatter_dense
+from sdp4bit.collectives.streams import CompletedWork, DeferredWork
+from sdp4bit.collectives.transport import all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
-from sdp4bit.engines.fsdp2.freshness import Refresh
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import Comm
 
@@ -79,7 +79,7 @@ class AllGatherHook(_Hook):
     def _gather_replica(
         self, output: Tensor, row: Tensor, torch_group: dist.ProcessGroup, *, async_op: bool
     ) -> Any:
-        group, replica = self._group, self._group.weights.replica
+        group, weights, replica = self._group, self._group.weights, self._group.weights.replica
         assert replica is not None
         if row.dtype == torch.uint8 and group.view.row_dtype is not None:
             row = row.view(group.view.row_dtype)  # FSDP2 gathers several dtypes as bytes
@@ -92,18 +92,23 @@ class AllGatherHook(_Hook):
 
         # 1. Decide on the host. Backward uses the weights of its forward, even if an optimizer steps in
         # between.
-        refresh, is_backward = None, in_backward()
+        refreshes, is_backward = False, in_backward()
         if not (is_backward and replica.rows is not None):
             if not is_backward:
                 self._state.before_unshard(group)
-            refresh = group.fresh.refresh()
+            refreshes = not weights.is_current
         # After the decision, which may end the last step and its counts.
-        group.weights.traffic.count_plain(row.nbytes)
+        weights.traffic.count_plain(row.nbytes)
 
         # 2. Read the main shard on the current stream, because the optimizer might write it before a side
         # stream reads it.
-        main = row if refresh is not None and refresh.is_difference else None
-        if main is not None and replica.config.bits is not None and group.view.rounds_weights:
+        main = row
+        if (
+            refreshes
+            and weights.sends_difference
+            and replica.config.bits is not None
+            and group.view.rounds_weights
+        ):
             # Differences need fp32 weights (docs/numerics.md, "Differences of fp32 weights"), as a plain
             # tensor that training may read after inference mode.
             with torch.inference_mode(False):
@@ -119,16 +124,17 @@ class AllGatherHook(_Hook):
         # wait for the copy-out ("Note: Overlapping all-gather copy-in and all-gather" in
         # _fsdp_param_group.py).
         is_beside = async_op and row.device.type == "cuda"
-        kept = (row.untyped_storage(), refresh and refresh.loaded, main if is_beside else None)
+        kept = (row.untyped_storage(), weights.loaded_row, main if is_beside else None)
         output.read_by_refresh = kept  # type: ignore[attr-defined]
 
         # 4. Refresh the replica, and fill the output from it.
         if is_beside:
             # Pipeline schedules unshard like this, on the compute stream, which a refresh would delay. The
             # user of the weights waits for the returned work.
-            serve = partial(self._refresh_and_fill, output, row, main, refresh)
+            serve = partial(self._refresh_and_fill, output, row, main, refreshes)
             return replica.run_beside(self._state.unshard_stream, serve)
-        self._refresh(row, main, refresh)
+        if refreshes:
+            self._refresh(row, main)
         if replica.is_pending and row.device.type == "cpu":
             # On the CPU, transfers continue until FSDP2 needs the weights. On a GPU the streams overlap them.
             return DeferredWork(partial(self._fill, output))
@@ -136,33 +142,25 @@ class AllGatherHook(_Hook):
         # FSDP2 records an event after a synchronous call itself.
         return CompletedWork(output.device) if async_op else None
 
-    def _refresh_and_fill(
-        self, output: Tensor, row: Tensor, main: Tensor | None, refresh: Refresh | None
-    ) -> None:
-        self._refresh(row, main, refresh)
+    def _refresh_and_fill(self, output: Tensor, row: Tensor, main: Tensor, refreshes: bool) -> None:
+        if refreshes:
+            self._refresh(row, main)
         self._fill(output)
 
-    @torch.inference_mode(False)  # an evaluation may create the replica that training updates in place
-    def _refresh(self, row: Tensor, main: Tensor | None, refresh: Refresh | None) -> None:
-        """Start the transfers of a refresh.
+    @torch.inference_mode(False)  # the checksums of a later forward are compared with those of this one
+    def _refresh(self, row: Tensor, main: Tensor) -> None:
+        """Start the transfers of the refresh that is due.
 
         Args:
             row: [n], the main shard in the gathered dtype.
             main: [n], the main shard whose difference is sent.
         """
-        group, replica = self._group, self._group.weights.replica
-        if refresh is None:
-            return
-        assert replica is not None
-        if refresh.is_full:
-            group.weights.start_full_refresh(
-                row if refresh.loaded is None else refresh.loaded, reason=group.full_refresh_reason
-            )
-        if main is not None:
-            group.weights.start_quantized_refresh(main, ranges=refresh.ranges, as_gathered=row)
-        # Only now, so that an exception above leaves the refresh due.
-        group.fresh.sent(refresh, row, nonfinite=replica.nonfinite)
-        if refresh.is_full:
+        group, weights, edits = self._group, self._group.weights, self._group.edits
+        assert weights.replica is not None
+        is_full, ranges = weights.is_full, edits.ranges()
+        weights.refresh(main, row=row, ranges=ranges, in_evaluation=not group.view.module.training)
+        edits.note_refresh(row, ranges=ranges, is_full=is_full, nonfinite=weights.replica.nonfinite)
+        if is_full:
             self._state.report_full_refresh(group)
 
     def _fill(self, output: Tensor) -> None:

@@ -14,11 +14,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from sdp4bit.collectives.weights import Due
 from sdp4bit.engines.fsdp2.events import FSDPModelState
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.handle import StateDict, check_state
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _OWNER = "sdp4bit communication"
 _PARTS = ("counters", "replica", "fingerprints")
 _FINGERPRINT_SLOTS = 1024
@@ -33,28 +34,29 @@ def save_state(state: FSDPModelState) -> StateDict:
     replica: dict[str, DTensor] = {}
     fingerprints: dict[str, DTensor] = {}
     for group, keys in zip(state.groups, _keys(state), strict=True):
-        fresh = group.fresh
-        row, marks, due = fresh.loaded_row, fresh.loaded_fingerprints, fresh.due_params()
+        edits, weights = group.edits, group.weights
+        row, marks, due = weights.loaded_row, edits.loaded_fingerprints, edits.due_params()
         if row is None or marks is None:
-            marks = fresh.fingerprints()
-            if fresh.is_from_checkpoint:
+            marks = edits.fingerprints()
+            if weights.is_from_checkpoint:
                 # This rank's row was not usable. A wrong fingerprint prevents all ranks from using theirs.
                 marks = marks + 1
-            if group.weights.replica is None or group.weights.replica.rows is None or group.refresh_is_full:
+            if weights.replica is None or weights.replica.rows is None or weights.is_full:
                 # A full-precision refresh is due. A resumed run starts with one if nothing is pending.
                 row, due = group.view.gathered_shard(), frozenset()
             else:
-                row = group.weights.replica.own_shard
+                row = weights.replica.own_shard
                 # After an unused load or edit, and with NaN or infinity, this run continues in full
                 # precision. A wrong fingerprint makes the resumed run do the same.
-                edited, is_nonfinite = fresh.find_edits(), group.values_of(row).isfinite().all().logical_not()
+                edited, is_nonfinite = edits.find_edits(), group.values_of(row).isfinite().all().logical_not()
                 is_unusable = is_nonfinite if edited is None else edited | is_nonfinite
-                marks = marks + is_unusable.to(marks.dtype) + int(fresh.seen.was_loaded)
-        numbers = [group.gradients.reductions, group.weights.refreshes, group.gradients.all_reduces]
+                marks = marks + is_unusable.to(marks.dtype) + int(edits.seen.was_loaded)
         # No two ranks of the mesh with the most dimensions hold the same shards.
         mesh = max((s.sharded.device_mesh for s in group.view.params), key=lambda mesh: mesh.ndim)
         for index, (key, param) in enumerate(zip(keys, group.view.params, strict=True)):
-            counters[key] = torch.tensor([*numbers, int(index in due)])
+            # As every engine saves a group, with the level of this parameter.
+            saved = group.state() | {"due": Due.TRAINED if index in due else Due.NOTHING}
+            counters[key] = torch.tensor([*saved.values()])
             fingerprints[key] = _spread(marks[index], mesh)
             if row is not None:
                 replica[key] = param.to_dtensor(row)
@@ -105,15 +107,18 @@ def load_state(state: FSDPModelState, saved: StateDict) -> None:
     state.forget_events()
     state.reshard(state.groups)
     for group, keys in zip(state.groups, _keys(state), strict=True):
-        values = [[int(v) for v in saved["counters"].get(key, [0, 0, 0, 0])] for key in keys]
-        group.gradients.reductions, group.weights.refreshes, group.gradients.all_reduces, _ = values[0]
+        names = [*group.state()]
+        nothing = torch.zeros(len(names))
+        counters = saved["counters"]
+        states = [dict(zip(names, map(int, counters.get(key, nothing)), strict=True)) for key in keys]
+        group.load(states[0])
         if group.weights.replica is None:
             continue  # Weights in full precision have no row, and no refresh that would use it.
-        due = frozenset(index for index, numbers in enumerate(values) if numbers[3])
+        due = frozenset(index for index, state in enumerate(states) if state["due"])
         marks = [_local(saved["fingerprints"].get(key)) for key in keys]
         known = [mark.to(group.view.device) for mark in marks if mark is not None]
         fingerprints = torch.stack(known) if len(known) == len(marks) else None
-        group.fresh.load(_row(group, keys, saved["replica"]), fingerprints=fingerprints, due=due)
+        group.edits.load(_row(group, keys, saved["replica"]), fingerprints=fingerprints, due=due)
 
 
 def _row(group: FSDPGroup, keys: Sequence[str], replica: Mapping[str, object]) -> torch.Tensor | None:

@@ -35,7 +35,7 @@ def run_child(
         link.enter(2 * int(environment["RANK"]) // int(environment["WORLD_SIZE"]))
     shorten_warnings()
     start_progress("importing torch", began=began)
-    from sdp4bit_lab.common.launch.local import run_rank
+    from sdp4bit_lab.common.launch.rank import run_rank
 
     code = run_rank(program, config=config, timeout=timeout)
     end_progress()

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pkgutil
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -26,27 +24,24 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from sdp4bit.collectives.errors import is_communication_failure
-from sdp4bit_lab.common.failures import outcome
 from sdp4bit_lab.common.files import note
 from sdp4bit_lab.common.launch.child import run_child
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.launch.link import INTERFACE, Link
+from sdp4bit_lab.common.launch.rank import report_error, run_rank
 from sdp4bit_lab.common.launch.signals import (
     REPEAT_SIGNAL_SECONDS,
     SIGNALS,
-    ignore,
     keeping_handlers,
     received,
 )
 from sdp4bit_lab.common.progress import end_progress, phase, start_progress
-from sdp4bit_lab.common.ranks import join_ranks, ranks_listen
+from sdp4bit_lab.common.ranks import ranks_listen
 from sdp4bit_lab.common.settings import EXIT_FAILED
 
 _HERE = "127.0.0.1"
 _POLL = 0.1
 _WAIT_FOR_OTHER_FAILURES = 0.3
-_WAIT_FOR_ROOT_CAUSE = 3.0
 
 
 def run_on_ranks(
@@ -88,37 +83,6 @@ def run_on_ranks(
     with keeping_handlers():
         code = run_rank(program, **settings)
         return 128 + signal.SIGINT if code == 0 and received() == signal.SIGINT else code
-
-
-def run_rank(program: str, *, config: object, timeout: timedelta) -> int:
-    """Run a program as the rank that the environment describes; return the exit code."""
-    rank, run = int(os.environ.get("RANK", "0")), pkgutil.resolve_name(program)
-    try:
-        if "RANK" in os.environ:
-            phase(f"joining {os.environ['WORLD_SIZE']} ranks")
-        # A launcher's rank ignores repeated signals until it has exited.
-        with keeping_handlers(restores="RANK" not in os.environ), join_ranks(timeout=timeout) as ranks:
-            end_progress()
-            run(config, ranks=ranks)
-            phase("leaving the ranks")
-            ignore()
-    except BaseException as error:
-        end_progress()
-        ending = outcome(error)
-        if ending is None:
-            raise
-        line, code = ending
-        if is_communication_failure(error):
-            _report_error(line)
-            # Usually a peer's exit is the cause. The launcher reports the first exit it sees, so wait.
-            time.sleep(_WAIT_FOR_ROOT_CAUSE)
-            return code
-        if rank:
-            # Rank 0 usually reports the same error, and the launcher then kills this process.
-            time.sleep(_WAIT_FOR_ROOT_CAUSE)
-        _report_error(f"rank {rank}: {line}" if rank else line)
-        return code
-    return 0
 
 
 def _run_processes(
@@ -218,12 +182,12 @@ def _join(
         while signals:
             number = signals.pop(0)
             if asked_by is None and not listens():
-                _report_error(f"{number.name}: killed the ranks, which had nothing to save")
+                report_error(f"{number.name}: killed the ranks, which had nothing to save")
                 return 128 + number
             if number != signal.SIGUSR1:
                 first_at = first_at or time.monotonic()
                 if time.monotonic() - first_at > REPEAT_SIGNAL_SECONDS:
-                    _report_error(f"{number.name}: killed the ranks")
+                    report_error(f"{number.name}: killed the ranks")
                     return 128 + number
             if asked_by is None:
                 asked_by = number
@@ -252,9 +216,5 @@ def _report_failure(processes: Sequence[SpawnProcess]) -> int:
     # Prefer a rank killed by a signal: the others fail because of it.
     rank, code = min(failed.items(), key=lambda item: item[1] >= 0)
     ending = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    _report_error(f"rank {rank} failed ({ending}); the other ranks were stopped")
+    report_error(f"rank {rank} failed ({ending}); the other ranks were stopped")
     return EXIT_FAILED
-
-
-def _report_error(message: str) -> None:
-    note(f"error: {message}")

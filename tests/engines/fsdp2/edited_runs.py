@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import SDP4BitConfig
-from sdp4bit.engines.fsdp2 import freshness
+from sdp4bit.engines.fsdp2 import edits
 from tests import mutations
 from tests.toy import (
     IDENTITY,
@@ -142,7 +142,7 @@ the host does not wait for a comparison in every micro-batch."""
 def _decides_as_on_a_gpu(method: str) -> AbstractContextManager[Any]:
     if method != "on a GPU":
         return nullcontext()
-    return mock.patch.object(freshness, "_is_on_host", return_value=False)
+    return mock.patch.object(edits, "_is_on_host", return_value=False)
 
 
 def check_way(name: str, topology: int, method: str) -> None:

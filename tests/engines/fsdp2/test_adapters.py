@@ -219,7 +219,7 @@ def test_a_resume_with_frozen_bits_is_bit_identical(
     assert resumed.evaluate() == run.evaluate()
     for mine, theirs in zip(resumed.comm.groups, run.comm.groups, strict=True):
         # Rows of the checkpoint were used: the one refresh in full precision sends them.
-        assert mine.weights.traffic.total.inter_bytes > 0 and mine.fresh.due is theirs.fresh.due
+        assert mine.weights.traffic.total.inter_bytes > 0 and mine.weights.due is theirs.weights.due
         assert torch.equal(
             mine.weights.replica.own_shard.view(torch.uint8),
             theirs.weights.replica.own_shard.view(torch.uint8),

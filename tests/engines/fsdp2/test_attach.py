@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, quantize_communication
+from sdp4bit.collectives.topology import Nodes
 from sdp4bit.engines import agreement, arrival
+from sdp4bit.engines.agreement import AgreedNodes
+from sdp4bit.engines.fsdp2.checks import unquantized_reasons
+from sdp4bit.observe.explain import ONE_RANK
 from sdp4bit.quantization import random
 from tests import toy
 from tests.ranks import first_rank_warns, on_ranks, run_ranks
@@ -276,3 +281,16 @@ def test_ranks_that_have_not_called_are_named_by_the_first_that_has() -> None:
         "sdp4bit.quantize_communication: rank 0 has waited 1 s for rank 1 to call it. Call"
     )
     assert others == [[], []]
+
+
+def test_gradients_of_a_skipped_shard_are_summed_over_replicas_in_full_precision() -> None:
+    """A shard on one rank is not reduced, but its replicas on two nodes are, unless it is skipped."""
+    one, two = (Nodes(ranks=ranks, nodes=len(ranks), ranks_per_node=1) for ranks in ((0,), (0, 1)))
+    layouts = AgreedNodes(shards={one.ranks: one}, replicate={two.ranks: two})
+    view: Any = SimpleNamespace(name="a", ranks=one.ranks, sharing_ranks={0, 1}, is_hybrid=True)
+
+    def reasons(**skipped: str) -> tuple[str, str, str]:
+        return unquantized_reasons(view, layouts, config=SDP4BitConfig(), skipped=skipped)
+
+    assert reasons() == (ONE_RANK, ONE_RANK, "")
+    assert reasons(a="skipped") == (ONE_RANK, "skipped", "skipped")

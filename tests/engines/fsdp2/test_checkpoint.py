@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_communication
-from sdp4bit.engines.fsdp2.freshness import Due
+from sdp4bit.collectives.weights import Due
 from sdp4bit.quantization.ops import checksum
 from tests import ROOT, toy
 from tests.ranks import first_rank_warns, on_ranks, run_ranks
@@ -146,7 +146,7 @@ def assert_refreshed_in_full(job: Job, after: str = "") -> None:
 
 def levels_of(comm: Any) -> set[tuple[Due, bool]]:
     """Return what is due in the groups, and whether rows of a checkpoint go first."""
-    return {(group.fresh.due, group.fresh.is_from_checkpoint) for group in comm.groups}
+    return {(group.weights.due, group.weights.is_from_checkpoint) for group in comm.groups}
 
 
 def save_and_go_on(folder: str, config: SDP4BitConfig, after: int) -> tuple[list[float], list[int]]:
@@ -154,7 +154,7 @@ def save_and_go_on(folder: str, config: SDP4BitConfig, after: int) -> tuple[list
     job.train(BEFORE)
     job.save(f"{folder}/after-step", comm=job.comm)
     job.logits()
-    assert all(comm.fresh.is_current for comm in job.comm.groups)
+    assert all(comm.weights.is_current for comm in job.comm.groups)
     job.save(f"{folder}/after-eval", comm=job.comm.state_dict())
     return job.train(after), job.bits()
 
@@ -312,7 +312,7 @@ def test_what_is_no_communication_state_is_an_error_and_changes_nothing() -> Non
         "a NoneType": None,
         "it lacks format_version, steps, counters, replica, fingerprints": {},
         "it lacks replica": {key: value for key, value in state.items() if key != "replica"},
-        "has format 1, but this version of sdp4bit reads 2": {**state, "format_version": 1},
+        "has format 2, but this version of sdp4bit reads 3": {**state, "format_version": 2},
         "counters, replica should be dictionaries": {**state, "counters": None, "replica": [1]},
     }
     for message, content in wrong.items():
@@ -598,4 +598,4 @@ def test_a_resume_after_freezing_in_a_step_is_bit_identical(tmp_path: Path) -> N
     assert resumed.evaluate() == run.evaluate()
     for mine, theirs in zip(resumed.comm.groups, run.comm.groups, strict=True):
         assert torch.equal(mine.weights.replica.own_shard, theirs.weights.replica.own_shard)
-        assert mine.fresh.trained == theirs.fresh.trained
+        assert mine.edits.trained == theirs.edits.trained

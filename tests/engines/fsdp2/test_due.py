@@ -15,9 +15,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from sdp4bit.engines.fsdp2 import freshness
-from sdp4bit.engines.fsdp2.freshness import REQUESTED, Due, Flags, Freshness
+from sdp4bit.collectives.topology import Nodes
+from sdp4bit.collectives.weights import Due, Events, FullReason, Weights
+from sdp4bit.engines.fsdp2 import edits
+from sdp4bit.engines.fsdp2.edits import Edits
 from sdp4bit.engines.fsdp2.row import Row, RowParam
 from tests import ROOT
 
@@ -46,13 +49,6 @@ REFRESHES = {
     "FULL_DUE": ("main", None),
     "NOT_FINITE": ("main", None),
 }
-REASONS = {
-    "LARGE": "weights changed by more than 1/128 of their norm",
-    "NONFINITE": "the refresh before held NaN or infinity",
-    "LOADED": "weights were loaded",
-    "REQUESTED": "requested (resync, full_precision, audit), interrupted, or due on another rank",
-    "MISFIT": "the loaded state belongs to other weights, ranks or nodes",
-}
 HEADER, *LINES = (line.split() for line in TABLE.strip().splitlines())
 NEXT = {state: dict(zip(HEADER, cells, strict=True)) for state, *cells in LINES}
 
@@ -62,7 +58,7 @@ class Model:
     """The state of a replica, and why its refresh is in full precision."""
 
     state: str = "NEVER"
-    reason: str = "first use"
+    reason: FullReason = FullReason.FIRST_USE
     knows_frozen: bool = False  # a checkpoint without a step does not name the trainable params
 
     @property
@@ -75,10 +71,10 @@ class Model:
         if after != ".":
             self.state = after
             if after in ("FULL_DUE", "NOT_FINITE"):
-                self.reason = REASONS[event]
+                self.reason = FullReason[event]
 
     def load_state(self, *, stepped: bool) -> None:
-        self.state, self.reason = "AND_STEPPED" if stepped else "CHECKPOINT", "rows of a checkpoint"
+        self.state, self.reason = "AND_STEPPED" if stepped else "CHECKPOINT", FullReason.CHECKPOINT
         self.knows_frozen = stepped
 
     def gather(self) -> bool:
@@ -103,6 +99,45 @@ class Model:
 TRAINABLE = frozenset({0})
 
 
+class Rank:
+    """The level of one rank, and its detector of edits."""
+
+    def __init__(self, view: Any) -> None:
+        self.weights = Weights(nodes=Nodes(ranks=(0, 1), nodes=2, ranks_per_node=1))
+        self.replica: Any = SimpleNamespace(
+            is_torn=False,
+            sends_differences=True,
+            rows=None,
+            start_full_refresh=lambda row: self.sent.update(full=row),
+            start_quantized_refresh=lambda _, *, ranges, as_gathered: self.sent.update(difference=ranges),
+        )
+        self.weights.replica = self.replica
+        self.edits = Edits(view, self.weights)
+        self.sent: dict[str, Any] = {}
+
+    def copied(self) -> Rank:
+        other = copy.copy(self)
+        replica: Any = SimpleNamespace(**vars(self.replica))
+        replica.start_full_refresh = lambda row: other.sent.update(full=row)
+        replica.start_quantized_refresh = lambda _, *, ranges, as_gathered: other.sent.update(
+            difference=ranges
+        )
+        other.sent, other.replica = {}, replica
+        other.weights, other.edits = copy.copy(self.weights), copy.copy(self.edits)
+        other.weights.replica, other.edits._weights = replica, other.weights
+        other.edits.seen = replace(self.edits.seen)
+        return other
+
+    def refresh(self, main: Tensor, *, nonfinite: bool = False) -> bool:
+        """Send what is due, as the hook of FSDP2 does; return whether anything was."""
+        self.sent.clear()
+        is_full, ranges = self.weights.is_full, self.edits.ranges()
+        is_sent = self.weights.refresh(main, row=main, ranges=ranges)
+        if is_sent:
+            self.edits.note_refresh(main, ranges=ranges, is_full=is_full, nonfinite=torch.tensor(nonfinite))
+        return is_sent
+
+
 class Ranks:
     """The decisions of two ranks, which agree as `FSDPModelState` does, beside the model."""
 
@@ -120,14 +155,12 @@ class Ranks:
             has_gradient=lambda chosen: bool(chosen),
             fingerprints=lambda: torch.tensor([1, 2]),
         )
-        self.all = [Freshness(self.view, nodes=2) for _ in range(2)]
+        self.all = [Rank(self.view) for _ in range(2)]
         self.model = Model()
 
     def copied(self) -> Ranks:
         other = copy.copy(self)
-        other.all = [copy.copy(fresh) for fresh in self.all]
-        for fresh in other.all:
-            fresh.seen = replace(fresh.seen)
+        other.all = [rank.copied() for rank in self.all]
         other.model = replace(self.model)
         return other
 
@@ -144,49 +177,50 @@ class Ranks:
     ) -> list[bool]:
         """Let the ranks agree; return which of them have refused the rows of a checkpoint."""
         self.view.module.training = not evaluates
+        for rank, is_torn in zip(self.all, torn, strict=True):
+            rank.replica.is_torn, rank.replica.sends_differences = is_torn, not direct
         seen = [
-            fresh.flags(edited=edited[rank], is_torn=torn[rank], has_gradients=False)
-            for rank, fresh in enumerate(self.all)
+            rank.edits.events(edited=is_edited, has_gradients=False)
+            for rank, is_edited in zip(self.all, edited, strict=True)
         ]
-        flags = Flags(*(max(column) for column in zip(*seen, strict=True)))
-        flags = flags._replace(nonfinite=flags.nonfinite or nonfinite, misfit=flags.misfit or misfit)
+        events = Events(*(max(column) for column in zip(*seen, strict=True)))
+        events = events._replace(nonfinite=events.nonfinite or nonfinite, misfit=events.misfit or misfit)
         refused = []
-        for fresh in self.all:
-            refused.append(fresh.agree(flags))
-            if fresh.needs_size(flags, sends_differences=not direct):
-                fresh.agree_on_size(flags, is_large=large, sends_differences=not direct)
+        for rank in self.all:
+            rank.edits.note_agreement()
+            refused.append(rank.weights.agree(events))
+            if rank.weights.needs_size(events):
+                rank.weights.agree_on_size(events, is_large=large)
         return refused
 
     def load_state(self, *, stepped: bool, misfits: Sequence[bool] = (False, False)) -> None:
-        marks, due = self.all[0].fingerprints().unsqueeze(1), TRAINABLE if stepped else frozenset[int]()
-        for fresh, misfit in zip(self.all, misfits, strict=True):
-            fresh.load(self.main.clone(), fingerprints=marks + int(misfit), due=due)
+        marks = self.all[0].edits.fingerprints().unsqueeze(1)
+        due = TRAINABLE if stepped else frozenset[int]()
+        for rank, misfit in zip(self.all, misfits, strict=True):
+            rank.edits.load(self.main.clone(), fingerprints=marks + int(misfit), due=due)
 
     def gather(self, *, nonfinite: Sequence[bool] = (False, False)) -> bool:
         """Send what is due; return whether anything was."""
-        refreshes = [fresh.refresh() for fresh in self.all]
-        for fresh, refresh, bad in zip(self.all, refreshes, nonfinite, strict=True):
-            if refresh is not None:
-                fresh.sent(refresh, self.main, nonfinite=torch.tensor(bad))
-        return any(refreshes)
+        sent = [rank.refresh(self.main, nonfinite=bad) for rank, bad in zip(self.all, nonfinite, strict=True)]
+        return any(sent)
 
     def check(self) -> None:
         """Every rank will send the refresh of the model, for its reason."""
-        for fresh in self.all:
-            refresh = fresh.refresh()
-            full, difference = None, None
-            if refresh is not None and refresh.is_full:
-                full = "main" if refresh.loaded is None else "checkpoint"
-            if refresh is not None and refresh.is_difference:
-                difference = "row" if refresh.ranges is None else "trained"
-                assert refresh.ranges in (None, [(0, 4)])
+        for rank in self.all:
+            weights, trial = rank.weights, rank.copied()
+            full, difference, is_sent = None, None, trial.refresh(self.main)
+            if "full" in trial.sent:
+                full = "main" if trial.sent["full"] is self.main else "checkpoint"
+            if "difference" in trial.sent:
+                difference = "row" if trial.sent["difference"] is None else "trained"
+                assert trial.sent["difference"] in (None, [(0, 4)])
             assert (full, difference) == self.model.refresh, self.model
-            assert fresh.full_reason == self.model.reason
-            assert fresh.holds_nonfinite == (self.model.reason == REASONS["NONFINITE"])
+            assert weights.reason is self.model.reason
             params = {None: frozenset[int](), "trained": TRAINABLE, "row": frozenset({0, 1})}
-            assert fresh.due_params() == params[difference]
-            assert fresh.is_current == (self.model.state == "CURRENT")
-            assert (fresh.loaded_row is not None) == (full == "checkpoint")
+            assert rank.edits.due_params() == params[difference]
+            assert weights.is_current == (not is_sent) == (self.model.state == "CURRENT")
+            assert (weights.loaded_row is not None) == (full == "checkpoint")
+            assert trial.weights.is_current and trial.weights.loaded_row is None
 
 
 # -- one event after another --------------------------------------------------------------------------
@@ -202,7 +236,7 @@ def event(act: Callable[[Ranks], object]) -> Callable[[Ranks], object]:
 
 @event
 def step(ranks: Ranks) -> None:
-    ranks.all[0].note_step(by_hand=True)
+    ranks.all[0].edits.note_step(by_hand=True)
     ranks.agree()
     ranks.model.apply("STEP")
 
@@ -245,15 +279,15 @@ def nan(ranks: Ranks) -> None:
 
 @event
 def weights_loaded(ranks: Ranks) -> None:
-    ranks.all[1].seen.was_loaded = True
+    ranks.all[1].edits.seen.was_loaded = True
     ranks.agree()
     ranks.model.apply("LOADED")
 
 
 @event
 def resync(ranks: Ranks) -> None:
-    for fresh in ranks.all:
-        fresh.raise_to(Due.FULL, REQUESTED)
+    for rank in ranks.all:
+        rank.weights.raise_to(Due.FULL)
     ranks.model.apply("REQUESTED")
 
 
@@ -278,7 +312,7 @@ def stepped_state_loaded(ranks: Ranks) -> None:
 @event
 def misfit(ranks: Ranks) -> None:
     """The row of one rank is found not to fit its weights."""
-    ranks.all[1].loaded_fingerprints = None
+    ranks.all[1].edits.loaded_fingerprints = None
     refused = ranks.agree()
     assert refused == [ranks.model.state in ("CHECKPOINT", "AND_STEPPED")] * 2
     ranks.model.apply("MISFIT")
@@ -317,10 +351,10 @@ def test_every_short_sequence_of_events_is_decided_like_the_table() -> None:
 
 def check_step_before_agreement(ranks: Ranks) -> None:
     """A checkpoint saved after a step holds that the step is due, unless something else is already."""
-    fresh = ranks.copied().all[0]
-    before = fresh.due_params()
-    fresh.note_step(by_hand=True)
-    assert fresh.due_params() == (TRAINABLE if fresh.is_current else before)
+    rank = ranks.copied().all[0]
+    before = rank.edits.due_params()
+    rank.edits.note_step(by_hand=True)
+    assert rank.edits.due_params() == (TRAINABLE if rank.weights.is_current else before)
 
 
 def test_every_event_in_every_state_is_decided_like_the_table() -> None:
@@ -359,10 +393,10 @@ def test_long_random_sequences_with_several_events_at_once_are_decided_like_the_
             else:
                 misfits = (False, False)
             torn, edited, stepping, loaded = some(), some(), some(0.3), some()
-            for fresh, steps, loads in zip(ranks.all, stepping, loaded, strict=True):
+            for rank, steps, loads in zip(ranks.all, stepping, loaded, strict=True):
                 if steps:
-                    fresh.note_step(by_hand=True)
-                fresh.seen.was_loaded = loads
+                    rank.edits.note_step(by_hand=True)
+                rank.edits.seen.was_loaded = loads
             size = {name: draw.random() < 0.3 for name in ("large", "evaluates", "direct")}
             ranks.agree(torn=torn, edited=edited, **size)
             seen = {
@@ -390,13 +424,14 @@ def test_ranks_that_differ_agree_on_the_highest_level() -> None:
         for other in Due:
             ranks = Ranks()
             ranks.gather()
-            for fresh, level in zip(ranks.all, (mine, other), strict=True):
-                fresh.raise_to(level, "a reason")
+            for rank, level in zip(ranks.all, (mine, other), strict=True):
+                rank.weights.raise_to(level, FullReason.LOADED)
             ranks.agree()
-            assert [fresh.due for fresh in ranks.all] == [max(mine, other)] * 2
-            reasons = {fresh.full_reason for fresh in ranks.all}
+            assert [rank.weights.due for rank in ranks.all] == [max(mine, other)] * 2
+            reasons = {rank.weights.reason for rank in ranks.all}
             if Due.FULL in (mine, other):
-                assert reasons == ({"a reason"} if mine == other else {"a reason", REQUESTED})
+                of_other = set() if mine == other else {FullReason.REQUESTED}
+                assert reasons == {FullReason.LOADED} | of_other
 
 
 def test_events_only_raise_the_level() -> None:
@@ -404,45 +439,50 @@ def test_events_only_raise_the_level() -> None:
         for second in Due:
             ranks = Ranks()
             ranks.gather()
-            fresh = ranks.all[0]
-            fresh.raise_to(first)
-            fresh.raise_to(second)
-            assert fresh.due == max(first, second)
+            weights = ranks.all[0].weights
+            weights.raise_to(first)
+            weights.raise_to(second)
+            assert weights.due == max(first, second)
 
 
 def test_a_refresh_of_the_trained_part_does_not_hide_an_edit_of_the_frozen_one() -> None:
     """On a GPU micro-batches in a row compare nothing; the first comparison after them finds the edit."""
     ranks = Ranks()
     ranks.view.main_shard = lambda dtype: ranks.main.to(dtype)
-    fresh = ranks.all[0]
+    rank = ranks.all[0]
     for _ in range(2):  # the second refresh leaves out the frozen part
         ranks.gather()
         step(ranks)
     ranks.gather()
-    with mock.patch.object(freshness, "_is_on_host", return_value=False) as is_on_host:
+    with mock.patch.object(edits, "_is_on_host", return_value=False) as is_on_host:
         ranks.view.module.training, ranks.view.reduces_gradients = True, False
-        assert fresh.find_edits() is not None  # the first micro-batch
-        fresh.note_step(by_hand=True)
+        assert rank.edits.find_edits() is not None  # the first micro-batch
+        rank.edits.note_step(by_hand=True)
         ranks.main[5] += 1
-        assert fresh.find_edits() is None
+        assert rank.edits.find_edits() is None
         ranks.agree()
-        refresh = fresh.refresh()
-        assert refresh is not None and refresh.ranges == [(0, 4)]
-        fresh.sent(refresh, ranks.main, nonfinite=torch.tensor(False))
+        assert rank.refresh(ranks.main) and rank.sent == {"difference": [(0, 4)]}
         ranks.view.module.training = False
-        edited = fresh.find_edits()
+        edited = rank.edits.find_edits()
         assert edited is not None and edited
         assert is_on_host.called
 
 
 def test_refreshes_in_full_precision_are_counted_in_a_row() -> None:
+    """Neither the first one counts, nor those that the user has asked for."""
     ranks = Ranks()
     ranks.view.module.training = True
-    ranks.gather()  # the first one does not count
-    for act, expected in ((resync, 1), (resync, 2), (step, 0), (resync, 1)):
+    ranks.gather()
+    for act, expected in (
+        (weights_loaded, 1),
+        (weights_loaded, 2),
+        (step, 0),
+        (weights_loaded, 1),
+        (resync, 0),
+    ):
         act(ranks)
         ranks.gather()
-        assert [fresh.full_in_a_row for fresh in ranks.all] == [expected] * 2
+        assert [rank.edits.full_in_a_row for rank in ranks.all] == [expected] * 2
 
 
 def test_the_documentation_lists_the_levels() -> None:

@@ -1,43 +1,21 @@
-"""The decision which refresh the replica of a parameter group needs.
+"""Detection of changes of a parameter group's weights: optimizer steps, edits, loads and NaN.
 
-A replica represents one version of the main weights. Optimizer steps, edits, loads and NaN make it stale.
-`Freshness` decides and sends nothing: `events.py` makes the ranks agree on their flags, and `hooks.py` sends
-the refresh.
+`Edits` decides nothing: ranks agree on its events in `events.py`, and the group's `Weights` decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sdp4bit.collectives.sections import Range, take_ranges
-from sdp4bit.collectives.transport import HostCopy
-from sdp4bit.engines.edits import LARGEST_SMALL_EDIT
+from sdp4bit.collectives.streams import HostCopy
+from sdp4bit.collectives.weights import Due, Events, FullReason, Weights
 from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.quantization import ops
-
-
-class Due(IntEnum):
-    """The part of a row that the next refresh sends. Events raise it, and a refresh that was sent ends it."""
-
-    NOTHING = 0
-    TRAINED = 1  # an optimizer has stepped: the difference of the trainable params
-    ROW = 2  # weights anywhere have changed by at most LARGEST_SMALL_EDIT: the difference of the row
-    FULL = 3  # a difference would be too coarse or NaN: the row in full precision
-
-
-LARGE = f"weights changed by more than 1/{round(1 / LARGEST_SMALL_EDIT)} of their norm"
-NONFINITE = "the refresh before held NaN or infinity"
-LOADED = "weights were loaded"
-REQUESTED = "requested (resync, full_precision, audit), interrupted, or due on another rank"
-CHECKPOINT = "rows of a checkpoint"
-MISFIT = "the loaded state belongs to other weights, ranks or nodes"
-"""Why a refresh in full precision is due, in logs and statistics."""
 
 
 @dataclass
@@ -50,37 +28,12 @@ class Seen:
     trained: frozenset[int] = frozenset()  # params that required a gradient when gradients were reduced
 
 
-class Flags(NamedTuple):
-    """Events on which the ranks of a group agree: each is the maximum over the ranks."""
+class Edits:
+    """This rank's events of one group, and the checksums that show an edit."""
 
-    due: Due  # including a step that the ranks have not agreed on
-    torn: bool  # an exception has interrupted a refresh, so ranks may hold different rows
-    edited: bool
-    loaded: bool
-    nonfinite: bool
-    evaluates: bool
-    misfit: bool
-
-
-class Refresh(NamedTuple):
-    """A refresh of this rank's row, which `Freshness.sent` takes when it has been sent."""
-
-    is_full: bool  # a row in full precision goes first: `loaded`, or else the main shard
-    is_difference: bool  # then the quantized difference of the main shard
-    loaded: Tensor | None  # [n], the row of a checkpoint
-    ranges: list[Range] | None  # whose difference is sent; None for the entire row
-    trained: frozenset[int]  # params that are trainable now
-
-
-class Freshness:
-    """All that decides the refreshes of one group: the level, this rank's events, and the last refresh."""
-
-    def __init__(self, group: FSDPView, *, nodes: int) -> None:
+    def __init__(self, group: FSDPView, weights: Weights) -> None:
         self._group = group
-        self._nodes = nodes
-        self.due = Due.FULL
-        self.is_from_checkpoint = False  # loaded rows go first; they are dropped if full precision is due
-        self.full_reason = "first use"  # of the refresh in full precision that is due, or of the last one
+        self._weights = weights
         self.seen = Seen()
         self._set_trained(frozenset())
         # Of the row of the last refresh: checksums of its trained and its frozen part, int64 [2], its dtype,
@@ -91,9 +44,8 @@ class Freshness:
         self._comparisons: list[HostCopy] = []  # with these checksums, on their way to the host
         self._is_accumulating = False  # the last forward was in training and only accumulated gradients
         self.full_in_a_row = 0
-        # From a checkpoint, until the next refresh: the replica's row of this rank's shard, and fingerprints
-        # of the main shards when they were saved, int64 [params, slots of this rank].
-        self.loaded_row: Tensor | None = None
+        # From a checkpoint: fingerprints of the main shards when they were saved, int64 [params, slots of
+        # this rank].
         self.loaded_fingerprints: Tensor | None = None
 
     # -- events that this rank sees ---------------------------------------------------------------------
@@ -123,11 +75,8 @@ class Freshness:
         # The difference of the due params had not been sent when it was saved.
         self.seen = Seen(trained=due)
         self._set_trained(due)
-        self.loaded_row, self.loaded_fingerprints = row, fingerprints
-        self.due, self.is_from_checkpoint = Due.TRAINED if due else Due.NOTHING, True
-        self.full_reason = CHECKPOINT
-
-    # -- agreement of the ranks -------------------------------------------------------------------------
+        self.loaded_fingerprints = fingerprints
+        self._weights.load_rows(row, due=Due.TRAINED if due else Due.NOTHING)
 
     def find_edits(self) -> Tensor | None:
         """Compare the weights with those of the last refresh; called once per forward.
@@ -135,7 +84,7 @@ class Freshness:
         Returns:
             Whether they differ, a bool scalar on the device; None if unknown or if the host does not wait.
         """
-        group, was_accumulating = self._group, self._is_accumulating
+        group, weights, was_accumulating = self._group, self._weights, self._is_accumulating
         self._is_accumulating = group.module.training and not group.reduces_gradients
         # A GPU would be waited for in every micro-batch after one whose gradients are not reduced. The last
         # one finds an edit between them, and the first forward after the result has arrived sends it.
@@ -143,10 +92,10 @@ class Freshness:
         if not may_wait and self._is_accumulating:
             return None
         before = self._checksums
-        if self.is_from_checkpoint or self.due > Due.TRAINED or before is None:
+        if weights.is_from_checkpoint or weights.due > Due.TRAINED or before is None:
             return None
         # After a step only the frozen part is compared, because the difference of the rest is sent anyway.
-        has_stepped = self.seen.has_stepped or self.due is Due.TRAINED
+        has_stepped = self.seen.has_stepped or weights.due is Due.TRAINED
         trained, frozen = self._parts
         if has_stepped and not frozen:
             return None
@@ -159,15 +108,16 @@ class Freshness:
         self._comparisons.append(HostCopy(is_edited))
         return None
 
-    def flags(self, *, edited: bool, is_torn: bool, has_gradients: bool) -> Flags:
+    def events(self, *, edited: bool, has_gradients: bool) -> Events:
         """Return the events that this rank has seen; `edited` is the result of `find_edits`."""
         # The host does not wait for the flag of the device: one that arrives late counts in the next step.
         nonfinite = None if self._nonfinite is None else self._nonfinite.arrived()
         late = [(copy, copy.arrived()) for copy in self._comparisons]
         self._comparisons = [copy for copy, found in late if found is None]
-        return Flags(
-            due=max(self.due, Due.TRAINED if self.seen.has_stepped else Due.NOTHING),
-            torn=is_torn,
+        known = self._weights.events()
+        return Events(
+            due=max(known.due, Due.TRAINED if self.seen.has_stepped else Due.NOTHING),
+            torn=known.torn,
             edited=edited or any(bool(found) for _, found in late if found is not None),
             loaded=self.seen.was_loaded,
             nonfinite=nonfinite is not None and bool(nonfinite),
@@ -178,89 +128,25 @@ class Freshness:
 
     def _has_misfit(self) -> bool:
         """Return whether the loaded row is missing or was saved by another rank or with other weights."""
-        if not self.is_from_checkpoint:
+        if not self._weights.is_from_checkpoint:
             return False
-        if self.loaded_row is None or self.loaded_fingerprints is None:
+        if self._weights.loaded_row is None or self.loaded_fingerprints is None:
             return True
         return not bool((self.loaded_fingerprints == self.fingerprints().unsqueeze(1)).all())
 
     def fingerprints(self) -> Tensor:
         """Return fingerprints of the main shards and the number of nodes, int64 [params]."""
-        return self._group.fingerprints() + (self._nodes << 40)
+        return self._group.fingerprints() + (self._weights.nodes.nodes << 40)
 
-    def agree(self, flags: Flags) -> bool:
-        """Apply the events that any rank has seen; return whether rows of a checkpoint were refused."""
+    def note_agreement(self) -> None:
+        """Record that the group's `Weights` has the steps and loads of all ranks."""
         self.seen.has_stepped = self.seen.was_loaded = False
-        if flags.torn:
-            self.raise_to(Due.FULL, REQUESTED)
-        if flags.due > self.due:
-            self.raise_to(flags.due, REQUESTED)
-        # Rows of a checkpoint stay due: their weights may be loaded after them.
-        if flags.loaded and not self.is_from_checkpoint:
-            self.raise_to(Due.FULL, LOADED)
-        # Unchanged weights that are not finite need no second refresh.
-        if flags.nonfinite and self.due and not self.is_from_checkpoint:
-            self.raise_to(Due.FULL, NONFINITE)
-        is_refused = flags.misfit and self.is_from_checkpoint
-        if is_refused:
-            self.raise_to(Due.FULL, MISFIT)
-        return is_refused
-
-    def needs_size(self, flags: Flags, *, sends_differences: bool) -> bool:
-        """Return whether the size of the change decides between a difference and full precision."""
-        # An evaluation may have replaced the weights by averages, for which a difference is too coarse, and
-        # its bytes hardly matter. With mode="direct" the replica always differs.
-        if flags.evaluates and sends_differences and Due.NOTHING < self.due < Due.FULL:
-            return True
-        return flags.edited and self.due < Due.FULL and not self.is_from_checkpoint
-
-    def agree_on_size(self, flags: Flags, *, is_large: bool, sends_differences: bool) -> None:
-        """Apply the size of a change, on which the ranks have agreed."""
-        if is_large or (flags.edited and not sends_differences):
-            self.raise_to(Due.FULL, LARGE)
-        elif flags.edited and not self.is_from_checkpoint:
-            self.raise_to(Due.ROW)
-
-    def raise_to(self, due: Due, reason: str = "") -> None:
-        """Make at least this level due; called on all ranks.
-
-        Args:
-            reason: of full precision. The first one counts, but NaN gives way to any other.
-        """
-        if due is Due.FULL and (self.due < due or self.holds_nonfinite):
-            self.full_reason = reason
-        self.due = max(self.due, due)
-        if self.due is Due.FULL:
-            self.is_from_checkpoint, self.loaded_row = False, None
 
     # -- the refresh ------------------------------------------------------------------------------------
 
-    @property
-    def holds_nonfinite(self) -> bool:
-        """Whether NaN or infinity cause the refresh in full precision that is due, or caused the last one."""
-        return self.full_reason == NONFINITE
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the next refresh begins with rows in full precision."""
-        return self.is_from_checkpoint or self.due is Due.FULL
-
-    @property
-    def is_current(self) -> bool:
-        """Whether no refresh is due, apart from steps and loads that the ranks have not agreed on."""
-        return not (self.due or self.is_from_checkpoint)
-
-    def refresh(self) -> Refresh | None:
-        """Return the refresh that the next gather needs; nothing changes until it has been `sent`."""
-        if self.is_current:
-            return None
-        return Refresh(
-            is_full=self.is_full,
-            is_difference=Due.NOTHING < self.due < Due.FULL,
-            loaded=self.loaded_row,
-            ranges=self._parts[0] if self.due is Due.TRAINED and self._sends_part() else None,
-            trained=self._group.requiring_grad(),
-        )
+    def ranges(self) -> list[Range] | None:
+        """Return the ranges whose difference is due; None for the row."""
+        return self._parts[0] if self._weights.due is Due.TRAINED and self._sends_part() else None
 
     def _sends_part(self) -> bool:
         """Return whether a difference leaves out the frozen params."""
@@ -269,34 +155,38 @@ class Freshness:
 
     def due_params(self) -> frozenset[int]:
         """Return the params whose difference is due, including steps not yet agreed on."""
-        due = Due.TRAINED if self.is_current and self.seen.has_stepped else self.due
+        weights = self._weights
+        due = Due.TRAINED if weights.is_current and self.seen.has_stepped else weights.due
         if due in (Due.NOTHING, Due.FULL):
             return frozenset()
         return self.trained if due is Due.TRAINED and self._sends_part() else self._group.row.everything
 
-    def sent(self, refresh: Refresh, row: Tensor, *, nonfinite: Tensor) -> None:
-        """Record a refresh; called once its transfers have been issued.
+    def note_refresh(
+        self, row: Tensor, *, ranges: list[Range] | None, is_full: bool, nonfinite: Tensor
+    ) -> None:
+        """Begin to look for edits after a refresh; called once its transfers have been issued.
 
         Args:
             row: [n], the main shard in the gathered dtype.
+            ranges: the ranges that were sent; None for the row.
+            is_full: whether rows in full precision were sent.
             nonfinite: whether the values that were sent held NaN or infinity, a bool scalar on the device.
         """
-        # The level first: if the checksums below run out of memory, the other ranks have this level, too, and
-        # the old checksums find an edit.
-        self.due, self.is_from_checkpoint = Due.NOTHING, False
-        self.seen, self.loaded_row = Seen(), None
+        group = self._group
+        # The events first. If the checksums below run out of memory, the old ones find an edit.
+        self.seen = Seen()
         self._nonfinite = HostCopy(nonfinite)
-        before, is_full = self._checksums, refresh.is_full
+        before, requiring_grad = self._checksums, group.requiring_grad()
         # An evaluation may have swapped averages in, and the next forward in training has them out again.
         # Those that the user has asked for are no surprise.
-        counts = is_full and before is not None and self._group.module.training
-        counts = counts and self.full_reason != REQUESTED
+        counts = is_full and before is not None and group.module.training
+        counts = counts and self._weights.reason is not FullReason.REQUESTED
         self.full_in_a_row = self.full_in_a_row + 1 if counts else 0
-        if refresh.ranges is None and refresh.trained != self.trained:
-            self._set_trained(refresh.trained)
+        if ranges is None and requiring_grad != self.trained:
+            self._set_trained(requiring_grad)
         trained, frozen = self._parts
         sums = row.new_zeros(2, dtype=torch.int64)
-        if frozen and before is not None and not is_full and refresh.ranges is not None:
+        if frozen and before is not None and not is_full and ranges is not None:
             # A difference of the rest has not sent an edit of the frozen part, which must still be detected.
             sums[1], frozen = before[1], []
         self._checksums, self._dtype = _add_checksums(row, (trained, frozen), sums), row.dtype
