@@ -104,7 +104,7 @@ SKIPS = {
     "test_mutants.py": ["deepspeed"],
 }
 """Files whose tests skip for a reason that is no missing package of their environment, and where they run."""
-MODULES = {"yaml": "pyyaml", "megatron": "megatron-core", "resource": "", "pyarrow": "datasets"}
+MODULES = {"yaml": "pyyaml", "megatron": "megatron-core", "resource": ""}
 """Packages of modules with another name; "" for the standard library, or with a package of the list."""
 
 

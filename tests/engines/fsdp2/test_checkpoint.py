@@ -346,7 +346,9 @@ def test_loads_that_bypass_the_handle_lead_to_a_refresh_in_full_precision(tmp_pa
     }
     job = Job(NODE, topology=1)
     # Once, for three loads in a row, on one rank.
-    with expect_warnings("weights were sent in full precision 3 times in a row, now because: weights were loaded"):
+    with expect_warnings(
+        "weights were sent in full precision 3 times in a row, now because: weights were loaded"
+    ):
         for name, load in loads.items():
             job.train(1)
             with torch.no_grad():
