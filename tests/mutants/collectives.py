@@ -151,18 +151,12 @@ SOURCES = (
     ),
     Source(
         "sdp4bit/collectives/weights.py",
-        (SIZES,),
+        (DUE, "tests/engines/test_edits.py", SIZES),
         (
             M("if self._was_refreshed:", "if True:"),
             M("self.full_refreshes += 1", "self.full_refreshes += 2"),
             M("self.full_refresh_reason = self.reason", "self.full_refresh_reason = None"),
             M("torn=self.replica is not None and self.replica.is_torn", "torn=False", tests=(TORN,)),
-        ),
-    ),
-    Source(
-        "sdp4bit/collectives/weights.py",
-        (DUE,),
-        (
             M("if events.nonfinite and self.due and not", "if events.nonfinite and not"),
             M("if events.loaded and not self.is_from_checkpoint:", "if events.loaded:"),
             M("(self.due < due or self.reason is FullReason.NONFINITE)", "self.due < due"),
@@ -175,12 +169,6 @@ SOURCES = (
                 "self.due, self.is_from_checkpoint, self.loaded_row = Due.NOTHING, False, None",
                 "self.due, self.is_from_checkpoint = Due.NOTHING, False",
             ),
-        ),
-    ),
-    Source(
-        "sdp4bit/collectives/weights.py",
-        ("tests/engines/test_edits.py",),
-        (
             M("LARGEST_SMALL_EDIT**2 * size", "LARGEST_SMALL_EDIT * size"),
             M("~((change <= LARGEST_SMALL_EDIT**2 * size)", "((change > LARGEST_SMALL_EDIT**2 * size)"),
             M(" & change.isfinite())", ")"),
