@@ -378,7 +378,7 @@ def simulate(
         for module in (torch.cpu, torch.cuda):
             stack.enter_context(mock.patch.multiple(module, **handle))
         # These would wait for other ranks, as groups on gloo would.
-        for module_name in ("agreement", "handle"):
+        for module_name in ("agreement", "arrival"):
             name = f"sdp4bit.engines.{module_name}.wait_for_ranks"
             stack.enter_context(mock.patch(name, return_value=None))
         stack.enter_context(mock.patch("torch.distributed.new_group", _new_simulated_group))

@@ -177,7 +177,7 @@ def test_models_of_other_engines_are_refused_with_their_class_and_the_way_out() 
     refuse(
         fsdp1, "fully_sharded_data_parallel.FullyShardedDataParallel communicates", "fully_shard (fsdp_ver"
     )
-    refuse(nn.Sequential(fsdp1), "FullyShardedDataParallel communicates")
+    refuse(nn.Sequential(fsdp1), "FullyShardedDataParallel, `model.0`, communicates")
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     refuse(ddp, "distributed.DistributedDataParallel communicates", "Register sdp4bit.ddp_comm_hook")
     for module, name, way_out in (
