@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sdp4bit.engines.handle import StateDict, check_state
+from sdp4bit.engines.handle import StateDict
+from sdp4bit.engines.loading import check_state
 from sdp4bit_megatron.communication import MegatronModelState
 
 FORMAT_VERSION = 2

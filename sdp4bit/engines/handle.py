@@ -23,7 +23,7 @@ from sdp4bit.collectives.group import Group
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.arrival import checked_on_all_ranks
-from sdp4bit.engines.loading import load_checkpoint
+from sdp4bit.engines.loading import check_state, load_checkpoint
 from sdp4bit.engines.misuse import Misused
 from sdp4bit.engines.muon import is_muon, muon_warning
 from sdp4bit.engines.owned_hooks import end_with
@@ -40,22 +40,6 @@ from sdp4bit.traffic import Traffic, format_bytes
 from sdp4bit.warn import warn_user
 
 StateDict = dict[str, Any]  # checkpoint state of a model's communication
-
-
-def check_state(state: object, *, owner: str, version: int, keys: Sequence[str]) -> None:
-    """Raise ValueError unless this is a mapping with these keys and this format version."""
-    what = f"this is not the state of {owner}"
-    if not isinstance(state, Mapping):
-        raise ValueError(f"{what}: a {type(state).__name__}")
-    missing = [key for key in ("format_version", *keys) if key not in state]
-    if missing:
-        raise ValueError(f"{what}: it lacks {', '.join(missing)}")
-    found = state["format_version"]
-    found = int(found) if isinstance(found, Tensor) and found.numel() == 1 else found
-    if found != version:
-        raise ValueError(
-            f"the state of {owner} has format {found}, but this version of sdp4bit reads {version}"
-        )
 
 
 def counters_of(state: ModelState, *, version: int) -> StateDict:

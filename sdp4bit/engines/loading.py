@@ -1,18 +1,36 @@
-"""Load the state of a handle from a checkpoint of torch.distributed.checkpoint."""
+"""Check the state of a handle, and load it from a checkpoint of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from sdp4bit.engines.arrival import checked_on_all_ranks
 from sdp4bit.warn import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
+
+
+def check_state(state: object, *, owner: str, version: int, keys: Sequence[str]) -> None:
+    """Raise ValueError unless this is a mapping with these keys and this format version."""
+    what = f"this is not the state of {owner}"
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{what}: a {type(state).__name__}")
+    missing = [key for key in ("format_version", *keys) if key not in state]
+    if missing:
+        raise ValueError(f"{what}: it lacks {', '.join(missing)}")
+    found = state["format_version"]
+    found = int(found) if isinstance(found, Tensor) and found.numel() == 1 else found
+    if found != version:
+        raise ValueError(
+            f"the state of {owner} has format {found}, but this version of sdp4bit reads {version}"
+        )
 
 
 def load_checkpoint(

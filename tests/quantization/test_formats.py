@@ -5,8 +5,6 @@ A format that is added to `FORMATS` is tested here without a change. Layer: pure
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 
@@ -23,8 +21,6 @@ from sdp4bit.quantization.formats import (
     with_scales,
 )
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit_lab.pretrain.config import communication
-from sdp4bit_lab.selftest.cases import ALL_BITS, HOPS
 
 
 @pytest.mark.parametrize("bits", with_scales())
@@ -52,14 +48,6 @@ def test_an_error_is_at_most_half_a_code(bits: Bits) -> None:
     # Half a code of the largest value, and the rounding of its scale to bf16 on as many codes.
     bound = 0.5 / FORMATS[bits].largest + 2**-8
     assert (result[0] - values).abs().max().item() <= bound
-
-
-def test_programs_know_every_format() -> None:
-    """The self-test's hops, and the choices of `sdp4bit pretrain`, are lists of their own."""
-    assert set(ALL_BITS) == {*with_scales(), 32}
-    for side in zip(*HOPS, strict=True):
-        assert {*with_scales(), 32} <= set(side)
-    assert [*get_args(communication._Bits)] == with_scales()
 
 
 REFUSED: dict[str, tuple[type[Format], dict[str, object], str]] = {

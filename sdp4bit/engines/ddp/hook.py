@@ -25,7 +25,8 @@ from sdp4bit.collectives.streams import SideStream
 from sdp4bit.collectives.topology import Nodes, Topology, TopologySpec, create_topologies, destroy_topology
 from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
-from sdp4bit.engines.handle import CommHandle, StateDict, check_state
+from sdp4bit.engines.handle import CommHandle, StateDict
+from sdp4bit.engines.loading import check_state
 from sdp4bit.observe.alerts import Alerts
 from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.observe.explain import (

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from sdp4bit.collectives.weights import Due
 from sdp4bit.engines.fsdp2.events import FSDPModelState
 from sdp4bit.engines.fsdp2.group import FSDPGroup
-from sdp4bit.engines.handle import StateDict, check_state
+from sdp4bit.engines.handle import StateDict
+from sdp4bit.engines.loading import check_state
 
 FORMAT_VERSION = 3
 _OWNER = "sdp4bit communication"
