@@ -271,9 +271,13 @@ class SimulatedCommHandle(CommHandle):
             by_rank = [change_squares(row.to(self._dtype), own) for row, own in zip(rows, held, strict=True)]
             weights.agree_on_size(events, is_large=bool(is_large_change(torch.stack(by_rank).sum(0))))
         replica.rows = held
-        row = held if weights.is_from_checkpoint else rows
-        weights.refresh(rows, row=row, in_evaluation=evaluates)
-        layout.read_rows(held, self._held)
+        due = weights.due, weights.is_from_checkpoint
+        weights.refresh(rows, row=held if weights.is_from_checkpoint else rows, in_evaluation=evaluates)
+        try:
+            layout.read_rows(held, self._held)
+        except BaseException:  # also Ctrl-C: the compute weights still have the rows before
+            weights.due, weights.is_from_checkpoint = due
+            raise
 
     def _count_gather(self, comm: SimulatedGroupState) -> None:
         shard_bytes = comm.view.shard_numel * self._dtype.itemsize
