@@ -127,10 +127,6 @@ class TrafficCounter:
         self._total = self._total + self.current_step
         self.last_step, self.current_step = self.current_step, Traffic()
 
-    def set_aside(self, before: Traffic) -> None:
-        """Count the bytes since `before`, a copy of `current_step`, in the total alone."""
-        self._total, self.current_step = self._total + (self.current_step - before), before
-
     def count(self, nbytes: int, *, level: Level, padding_bytes: float = 0.0) -> None:
         """Count the bytes of one collective to all peers; all levels between nodes are one sum."""
         step = self.current_step

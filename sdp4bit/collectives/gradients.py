@@ -30,8 +30,6 @@ class Progress(Protocol):
 
     steps: int
     """Steps that have ended."""
-    counts_steps: bool
-    """Whether gradients belong to a step of training; those of a measurement are not sampled."""
 
     @property
     def gradient_sample_numel(self) -> int | None:
@@ -41,7 +39,7 @@ class Progress(Protocol):
 class _Untrained:
     """Progress of a group that belongs to no model yet."""
 
-    steps, counts_steps = 0, True
+    steps = 0
     gradient_sample_numel = None
 
 
@@ -274,7 +272,7 @@ class Gradients:
         """
         sample_numel, numel = self.progress.gradient_sample_numel, gradient.numel()
         is_measured = sample_numel is not None or self.counts_nonfinite
-        if not is_measured or not numel or not self.progress.counts_steps:
+        if not is_measured or not numel:
             return None
         if sample_numel is not None:
             unit = math.lcm(*(quantizer.group_unit for quantizer in self.quantizers))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -33,10 +31,9 @@ from sdp4bit.observe.alerts import Alert, AlertCallback, Alerts
 from sdp4bit.observe.audit import ReplicaCopy, audit_replicas, replica_copy
 from sdp4bit.observe.explain import render, row_of, wrapped
 from sdp4bit.observe.measures import Measurement
-from sdp4bit.observe.noise import GradientNoise, batches_of, gradient_noise
 from sdp4bit.observe.stats import GroupStats, ModelState, Stats
 from sdp4bit.observe.timing import StepTimes, time_steps
-from sdp4bit.traffic import Traffic, format_bytes
+from sdp4bit.traffic import format_bytes
 from sdp4bit.warn import warn_user
 
 StateDict = dict[str, Any]  # checkpoint state of a model's communication
@@ -411,57 +408,6 @@ class CommHandle(Misused, ABC):
             step, repeats=repeats, full_precision=self.full_precision, device=self._state.device
         )
 
-    def gradient_noise(
-        self, model: nn.Module, loss: Callable[[Any], Tensor], batches: Iterable[Any]
-    ) -> GradientNoise:
-        """Measure the noise that quantization adds to the gradients of a few batches.
-
-        Computes the gradient of each batch twice, in full precision and quantized, and compares all values.
-        Training continues as without the call: replicas, rounding bits, random numbers and buffers of the
-        model are restored. The totals of `stats()` count the bytes and one or two full refreshes. FSDP2 and
-        DDP. Call it on all ranks, between two steps and after `optimizer.zero_grad()`.
-
-        Args:
-            model: the model that communicates through this handle.
-            loss: returns the loss of a batch on this rank; it calls the model.
-            batches: a few of this rank's batches, at least 2 for the noise scale. This rank's shards of their
-                gradients are kept on the host.
-
-        Raises:
-            ValueError: there are no batches.
-            RuntimeError: the model has gradients, the handle has been removed, forward or backward is
-                running, or the engine cannot switch.
-        """
-        self._check_attached()
-        state = self._state
-        with self._on_all_ranks("gradient_noise") as same:
-            self._check_switch()
-            if not self._is_quantized:
-                raise RuntimeError("gradient_noise was called inside full_precision(): call it outside")
-            given = batches_of(model, batches)
-            # Replicas, and numbers of the rounding bits, of which the measurement uses some.
-            before = copy.deepcopy(self.state_dict())
-            same.append(f"{len(given)} batches")
-        pending, steps = state.step_pending, state.steps
-        sent = {counter: replace(counter.current_step) for g in state.groups for counter in g.counters}
-        state.counts_steps = False
-        try:
-            return gradient_noise(
-                model,
-                loss,
-                given,
-                full_precision=self.full_precision,
-                device=state.device,
-                process_group=self._process_group,
-            )
-        finally:
-            # Without waiting for other ranks, which may not have seen an exception.
-            self._load(before)
-            state.counts_steps = True
-            state.continue_step(steps=steps, is_pending=pending)
-            for counter in (counter for group in state.groups for counter in group.counters):
-                counter.set_aside(sent.get(counter, Traffic()))
-
     @contextmanager
     def full_precision(self) -> Iterator[None]:
         """Communicate in full precision inside a `with` block, exactly as without sdp4bit.
@@ -481,20 +427,15 @@ class CommHandle(Misused, ABC):
             yield
             return
         self._switch()
-        counted, self._state.counts_steps = self._state.counts_steps, False
-        self._state.expects_silence = True
+        self._state.counts_steps, self._state.expects_silence = False, True
         try:
             yield
         finally:
-            self._state.expects_silence, self._state.counts_steps = False, counted
+            self._state.counts_steps, self._state.expects_silence = True, False
             if self.is_attached:
                 self._switch()
         if self.is_attached:
             self._check_left()
-
-    def _load(self, state_dict: StateDict) -> None:
-        """Load a state; engines that need no other rank for it override this, so that nothing waits."""
-        self.load_state_dict(state_dict)
 
     def _check_left(self) -> None:
         """Raise RuntimeError if quantization must not be turned off or on now."""

@@ -73,7 +73,7 @@ class ModelState:
         self.retired = Traffic()  # of groups that the engine has dropped
         self.reporting_ranks = 1  # ranks whose bytes `stats` adds up
         self.steps = 0  # steps that have reached their boundary
-        self.counts_steps = True  # False inside `full_precision()` and during a measurement of gradients
+        self.counts_steps = True  # False inside `full_precision()`
         self.step_pending = False
         """An optimizer has stepped but the step has not reached its boundary, which is the next forward on
         FSDP2."""
@@ -122,10 +122,6 @@ class ModelState:
     def gradient_sample_numel(self) -> int | None:
         """Sample size for gradients that are reduced now; None keeps no samples."""
         return self.telemetry.sample_numel if self.telemetry.is_due(self.steps + 1) else None
-
-    def continue_step(self, *, steps: int, is_pending: bool) -> None:
-        """Continue after a measurement, whose gradients belong to no step."""
-        self.steps, self.step_pending = steps, is_pending
 
     def end_traffic(self) -> None:
         """Assign the bytes sent so far to the last step."""

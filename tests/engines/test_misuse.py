@@ -71,25 +71,17 @@ def everywhere(value: object) -> list[Any]:
     return values
 
 
-def broken_batches() -> Any:
-    yield torch.ones(2, WIDTH)
-    raise OSError("the disk has gone")
-
-
 def wrong_calls(
     folder: Path, comm: Any, model: Any
 ) -> dict[str, tuple[type[Exception], Callable[[int], object]]]:
     """Return calls by a part of their error; each gets the rank, and is wrong on rank 1 or on both."""
-    batch, state = torch.ones(2, WIDTH), comm.state_dict()
+    state = comm.state_dict()
 
     def loads(rank: int) -> Any:
         return comm.load(folder / ("saved", "absent")[rank])
 
     def loads_file(rank: int) -> Any:
         return comm.load(folder / ("saved", "file")[rank])
-
-    def measures(rank: int, wrong: Any) -> Any:
-        return comm.gradient_noise(model, lambda each: loss_of(model, each), [[batch], wrong][rank])
 
     return {
         r"needs a function that runs one training step, got 5 \(on rank 1\)$": (
@@ -99,15 +91,6 @@ def wrong_calls(
         r"repeats=\d differs from repeats=\d on rank \d; pass the same on all ranks \(on rank \d\)$": (
             ValueError,
             lambda rank: comm.time_steps(lambda: step(model), repeats=1 + rank),
-        ),
-        r"needs at least one batch, got none \(on rank 1\)$": (ValueError, lambda rank: measures(rank, [])),
-        r"\d batches differs from \d batches on rank \d": (
-            ValueError,
-            lambda rank: measures(rank, [batch] * 2),
-        ),
-        r"^OSError: the disk has gone \(on rank 1\)$": (
-            ValueError,
-            lambda rank: measures(rank, broken_batches()),
         ),
         r"absent is absent: comm.load needs the folder .* \(on rank 1\)$": (ValueError, loads),
         r"file is a file: comm.load needs": (ValueError, loads_file),

@@ -132,13 +132,6 @@ SOURCES = (
                 "is_measured = sample_numel is not None",
                 tests=(BETWEEN,),
             ),
-            M(
-                "or not numel or not self.progress.counts_steps:",
-                "or not numel:",
-                tests=(
-                    "tests/engines/test_gradient_noise.py::test_training_continues_as_without_measurements",
-                ),
-            ),
             M("range(2 if self.plain_all_reduces else 1)", "range(1)", tests=(DEEPSPEED,)),
             M(
                 "self.count_plain_all_reduce(round(2 * values.nbytes / self._replicas))",

@@ -17,7 +17,6 @@ UNIT_ALERTS = (
 )
 AUDIT = "tests/engines/fsdp2/test_audit.py"
 VOTES = (f"{AUDIT}::test_the_majority_of_ranks_is_right", f"{AUDIT}::test_no_majority_is_told_as_such")
-NOISE = "tests/engines/test_gradient_noise.py"
 TIMING = "tests/engines/test_timing.py"
 BYTES = "tests/engines/ddp/test_hook.py::test_weights_stay_equal_with_the_bytes_of_the_formula"
 SILENCE = "tests/engines/test_silence.py"
@@ -126,25 +125,6 @@ SOURCES = (
                 "statistics.median(ours) / statistics.median(plain)",
             ),
             M("for is_quantized in (True, False):", "for is_quantized in (False, True):"),
-        ),
-    ),
-    Source(
-        "sdp4bit/observe/noise.py",
-        (f"{NOISE}::test_noise_is_that_of_the_gradients",),
-        (
-            M("signal = of_mean - variance / count", "signal = of_mean"),
-            M("(count - 1)\n", "count\n"),
-            M("squares += _squared(gradient)", "squares = _squared(gradient)"),
-            M(
-                "            _set_random_state(state, device)",
-                "            pass",
-                tests=(f"{NOISE}::test_training_continues_as_without_measurements",),
-            ),
-            M(
-                "    _restore(model, buffers)\n        _set_random_state(numbers",
-                "    pass\n        _set_random_state(numbers",
-                tests=(f"{NOISE}::test_training_continues_as_without_measurements",),
-            ),
         ),
     ),
     Source(

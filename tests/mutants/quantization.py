@@ -121,7 +121,7 @@ SOURCES = (
                 "getattr(self, f.name) - getattr(other, f.name)",
                 "getattr(self, f.name)",
                 tests=(
-                    "tests/engines/test_gradient_noise.py::test_training_continues_as_without_measurements",
+                    "tests/lab/pretrain/test_metrics.py::test_a_ratio_counts_the_step_without_the_validation_before_it",
                 ),
             ),
             M("if self.plain_inter_bytes or self.inter_bytes:", "if self.inter_bytes:"),

@@ -412,9 +412,6 @@ class DDPCommState(CommHandle):
         self._check_attached()
         with self._on_all_ranks("load_state_dict"):
             check_state(state_dict, owner="an sdp4bit.DDPCommState", version=FORMAT_VERSION, keys=("steps",))
-        self._load(state_dict)
-
-    def _load(self, state_dict: StateDict) -> None:
         self._state.steps, self._state.step_pending = int(state_dict["steps"]), False
 
 

@@ -307,9 +307,6 @@ class FSDPCommHandle(CommHandle):
         with self._on_all_ranks("load_state_dict"):
             if self._state.groups:
                 check_saved(state_dict)
-        self._load(state_dict)
-        self._state.forget_warnings()
-
-    def _load(self, state_dict: StateDict) -> None:
         if self._state.groups:
             load_state(self._state, state_dict)
+        self._state.forget_warnings()

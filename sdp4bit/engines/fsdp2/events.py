@@ -323,10 +323,6 @@ class FSDPModelState(ModelState):
         self._is_reduced = False
         super().end_step()
 
-    def continue_step(self, *, steps: int, is_pending: bool) -> None:
-        self._is_reduced = is_pending
-        super().continue_step(steps=steps, is_pending=is_pending)
-
     def forget_events(self) -> None:
         """Forget the step that this rank has seen; a loaded state replaces it."""
         self.step_pending = self._is_reduced = self.step_observer.is_reduced = False
