@@ -69,8 +69,7 @@ def test_all_parts_on_a_cpu(tmp_path: Path) -> None:
     folder = tmp_path / "try"
     report = json.loads((folder / "report.json").read_text())
     results = {name: part["result"] for name, part in report["parts"].items()}
-    assert results.pop("tests") == "passed"  # two of them need no device
-    assert results.pop("limits") == "skipped"
+    assert results.pop("tests") == results.pop("limits") == "skipped"
     assert set(results.values()) == {"passed"}, done.stdout
     read = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     assert set(read) == {"report", *results}
@@ -78,7 +77,7 @@ def test_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert [profiles[name]["groups"] for name in ("compute", "sdp4bit", "sdp4bit-threes")] == [0, 4, 2]
     assert profiles["sdp4bit"]["host_us_per_group"]["FSDP::all_gather"] > 0
     assert {path.name for path in (folder / "traces").iterdir()} == {f"{name}.json.gz" for name in profiles}
-    assert all(result["complete"] for name, result in read.items() if name.startswith(("steps", "losses")))
+    assert not [name for name, result in read.items() if "complete" in result]  # False while a part runs
     large = {row["strategy"]: row["rounds"] for row in read["steps-2x1-620m"]["rows"]}
     assert large == dict.fromkeys(("compute", "fsdp2", "fsdp2-bf16", "ddp-bf16", "sdp4bit"), 2)
     exact = read["losses-deterministic"]["losses"]
