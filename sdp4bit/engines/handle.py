@@ -48,20 +48,25 @@ def counters_of(state: ModelState, *, version: int) -> StateDict:
     }
 
 
-def load_counters(state: ModelState, saved: StateDict, *, owner: str, version: int) -> None:
-    """Continue from counters of `counters_of`.
-
-    Raises:
-        ValueError: these are no such counters or not of this model; nothing is changed.
-    """
+def check_counters(state: ModelState, saved: StateDict, *, owner: str, version: int) -> None:
+    """Raise ValueError unless these are counters of `counters_of` for this model."""
     check_state(saved, owner=owner, version=version, keys=("steps", "groups"))
     if len(saved["groups"]) != len(state.groups):
         raise ValueError(
             f"the state is of {len(saved['groups'])} parameter groups, but the model has {len(state.groups)}"
         )
-    state.steps = saved["steps"]
+
+
+def load_counters(state: ModelState, saved: StateDict, *, owner: str, version: int) -> None:
+    """Continue from counters of `counters_of`, as numbers or as tensors.
+
+    Raises:
+        ValueError: these are no such counters or not of this model; nothing is changed.
+    """
+    check_counters(state, saved, owner=owner, version=version)
+    state.steps = int(saved["steps"])
     for group, own in zip(state.groups, saved["groups"], strict=True):
-        group.load(own)
+        group.load({name: int(value) for name, value in own.items()})
 
 
 class CommHandle(Misused, ABC):

@@ -11,13 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.engine import Block, ZeRO2, ZeRO2Handle
+from examples.engine import ZeRO2
 from sdp4bit import SDP4BitConfig
-from sdp4bit.collectives.group import Group
-from sdp4bit.engines.agreement import ShardedRows, agree
-from sdp4bit.engines.attach import build
-from sdp4bit.engines.handle import CommHandle
-from sdp4bit.observe.stats import ModelState
+from sdp4bit.engines import EngineHandle, attach_engine
 from tests.engines.test_events import EDIT, Engine
 
 
@@ -47,40 +43,6 @@ class AllReducing(Gathering):
             block.main.grad = values.chunk(len(block.ranks))[dist.get_rank()].clone()
 
 
-class OwnHandle(ZeRO2Handle):
-    """The handle of the example, with gradients that every rank sums completely."""
-
-    def __init__(self, engine: ZeRO2, *, config: SDP4BitConfig) -> None:
-        layouts = agree(
-            [_rows(block, replicate=replicate) for replicate in (False, True) for block in engine.blocks],
-            settings={"config": config},
-            topology=1,
-            failure=None,
-        )
-        shards, replicate = layouts.shards, layouts.replicate
-        groups = [
-            Group(block, index=index, layout=shards[block.ranks], replicate=replicate[block.ranks])
-            for index, block in enumerate(engine.blocks)
-        ]
-        for group in groups:
-            group.replicate_data_ranks = range(len(group.view.ranks))
-        engine.state = ModelState(groups)
-        CommHandle.__init__(self, engine.state, config=config, layouts=layouts)
-        with self._attaching() as undo:
-            build(groups, layouts=layouts, config=config, undo=undo)
-            self._install(engine, undo=undo, watched=groups)
-
-
-def _rows(block: Block, *, replicate: bool) -> ShardedRows:
-    return ShardedRows(
-        name=block.name,
-        ranks=block.ranks,
-        shard_numel=block.shard_numel,
-        dtypes=("fp32",),
-        replicate=replicate,
-    )
-
-
 class Own(Engine):
     """A training run with the engine of `examples/engine.py`."""
 
@@ -95,8 +57,8 @@ class Own(Engine):
         self.comm = self.attach(config)
         self.data = torch.Generator().manual_seed(dist.get_rank())
 
-    def attach(self, config: SDP4BitConfig) -> CommHandle:
-        return ZeRO2Handle(self.engine, config=config, topology=1)
+    def attach(self, config: SDP4BitConfig) -> EngineHandle:
+        return self.engine.attach(config, topology=1)
 
     def loss(self) -> Tensor:
         self.engine.gather()
@@ -108,6 +70,7 @@ class Own(Engine):
         loss.backward()
         self.engine.reduce()
         self.engine.optimizer.step()
+        self.comm.mark_step()
         self.model.zero_grad()
         self.losses.append(loss.item())
 
@@ -148,5 +111,6 @@ class OwnGathers(Own):
 class OwnAllReduces(Own):
     kind = AllReducing
 
-    def attach(self, config: SDP4BitConfig) -> CommHandle:
-        return OwnHandle(self.engine, config=config)
+    def attach(self, config: SDP4BitConfig) -> EngineHandle:
+        blocks, install = self.engine.blocks, self.engine.install
+        return attach_engine(blocks, install=install, config=config, topology=1, replicate=True)
