@@ -28,7 +28,7 @@ from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict, counters_of, load_counters
 from sdp4bit.engines.loading import check_state
 from sdp4bit.engines.protocol import Undo
-from sdp4bit.observe.explain import ONE_RANK, one_hop_note, one_node_note, one_node_reason
+from sdp4bit.observe.explain import layout_reason, one_hop_note, one_node_note
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.random import check_numbers
 from sdp4bit.warn import warn_user
@@ -275,9 +275,8 @@ def attach(
     groups = [FlatGroupState(f, index=i, layout=layouts.shards[f.ranks]) for i, f in enumerate(flats)]
     for group in groups:
         group.gradients.plain_all_reduces = True
-        alone, nodes = ONE_RANK if group.layout.size == 1 else "", group.layout.nodes
-        group.weights.unquantized_reason = alone or one_node_reason(settings.weights, nodes=nodes)
-        group.gradients.unquantized_reason = alone or one_node_reason(settings.gradients, nodes=nodes)
+        group.weights.unquantized_reason = layout_reason(settings.weights, group.layout)
+        group.gradients.unquantized_reason = layout_reason(settings.gradients, group.layout)
     note = one_node_note([(g.weights.unquantized_reason, g.gradients.unquantized_reason) for g in groups])
     quantized = [group.layout for group in groups if not group.gradients.unquantized_reason]
     for each in filter(None, (note, one_hop_note(quantized))):

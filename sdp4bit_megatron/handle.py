@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.reasons import Cause, Unquantized
 from sdp4bit.collectives.streams import SideStream, has_one_queue
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.config import AuditConfig, SDP4BitConfig
@@ -18,10 +19,9 @@ from sdp4bit.engines.attach import build
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import (
-    ONE_RANK,
+    layout_reason,
     one_hop_note,
     one_node_note,
-    one_node_reason,
 )
 from sdp4bit.warn import warn_user
 from sdp4bit_megatron.buckets import (
@@ -37,7 +37,7 @@ from sdp4bit_megatron.staged import StagedCollectives
 from sdp4bit_megatron.state import checked, load_counters, save_counters
 from sdp4bit_megatron.tensor_parallel import TensorParallelCopies
 
-EXPERTS_SPLIT = "experts under tensor parallelism"  # reason why a bucket of experts is not quantized
+EXPERTS_SPLIT = Unquantized(Cause.UNSUPPORTED, "experts under tensor parallelism")
 
 
 class MegatronCore:
@@ -251,28 +251,30 @@ class MegatronCommHandle(CommHandle):
 
 def _choose(group: BucketState, copies: TensorParallelCopies, *, config: SDP4BitConfig) -> None:
     """Set the reasons why a bucket is not quantized, and its kind of replica."""
-    bucket, nodes = group.view, group.layout.nodes
+    bucket = group.view
     reason = _unquantized_reason(group, is_split=copies.are_sought)
-    group.weights.unquantized_reason = reason or one_node_reason(config.weights, nodes=nodes)
-    group.gradients.unquantized_reason = reason or one_node_reason(config.gradients, nodes=nodes)
+    group.weights.unquantized_reason = reason or layout_reason(config.weights, group.layout)
+    group.gradients.unquantized_reason = reason or layout_reason(config.gradients, group.layout)
     if config.gradients is not None and not group.gradients.unquantized_reason:
-        group.gradients.unquantized_reason = config.gradients.exempts(numel=bucket.shard_numel)
+        exempt = config.gradients.exempts(numel=bucket.shard_numel)
+        group.gradients.unquantized_reason = Unquantized(Cause.UNSUPPORTED, exempt) if exempt else None
     if not group.weights.unquantized_reason:
         exact_ranges = replicated_ranges(bucket, copies.parameters)
         group.weights.make_replica = partial(BucketReplica, bucket=bucket, exact_ranges=exact_ranges)
 
 
-def _unquantized_reason(group: BucketState, *, is_split: bool) -> str:
-    """Return why neither weights nor gradients of a bucket are quantized; "" if they can be.
+def _unquantized_reason(group: BucketState, *, is_split: bool) -> Unquantized | None:
+    """Return why neither weights nor gradients of a bucket are quantized; None if they can be.
 
     Args:
         is_split: whether tensor parallelism is used, which may split experts or copy them.
     """
     bucket = group.view
     if group.layout.size == 1:
-        return ONE_RANK
+        return Unquantized(Cause.ONE_RANK)
     if bucket.is_expert and is_split:
         return EXPERTS_SPLIT
     if bucket.param_dtype not in REPLICATED_DTYPES:
-        return f"{str(bucket.param_dtype).removeprefix('torch.')} parameters"
-    return ""
+        dtype = str(bucket.param_dtype).removeprefix("torch.")
+        return Unquantized(Cause.UNSUPPORTED, f"{dtype} parameters")
+    return None

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
-from sdp4bit.collectives.plan import NOT_PLANNED, AllReducePlan, ReducePlan
+from sdp4bit.collectives.plan import AllReducePlan, ReducePlan
+from sdp4bit.collectives.reasons import Cause, Unquantized
 from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.samples import sample_of, sample_ranges
 from sdp4bit.collectives.sections import Section
@@ -23,6 +24,7 @@ from sdp4bit.traffic import ALONE, TrafficCounter
 
 T = TypeVar("T")
 GradientQuantizer = QuantizedReduceScatter | QuantizedAllReduce  # a collective that quantizes gradients
+_QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Progress(Protocol):
@@ -61,10 +63,12 @@ class Gradients:
         self.name = name
         self._size = nodes.size
         self._replicas = 1 if replicate is None else replicate.size
-        self.unquantized_reason = ""
-        """Why there is no reduction; if it is empty when an engine is attached, one is created."""
-        self.unquantized_sum_reason = ""
+        self.unquantized_reason: Unquantized | None = None
+        """Why there is no reduction; if it is None when an engine is attached, one is created."""
+        self.unquantized_sum_reason: Unquantized | None = None
         """Likewise, of the all-reduce over the replicate dimension."""
+        self.unquantizable: Unquantized | None = None
+        """Why the values of the last all-reduce cannot be quantized by any settings."""
         self.reduction: QuantizedReduceScatter | None = None
         # Sums gradients over the replicate dimension; without it the engine does, in full precision.
         self.all_reduce: QuantizedAllReduce | None = None
@@ -93,14 +97,16 @@ class Gradients:
         return self.quantizers[0].config if self.quantizers else None
 
     @property
-    def plan(self) -> ReducePlan | str:
+    def plan(self) -> ReducePlan | Unquantized:
         """The latest plan of a reduction, or the reason why there is none."""
-        return self.unquantized_reason if self.reduction is None else self.reduction.plans.last or NOT_PLANNED
+        plan = None if self.reduction is None else self.reduction.plans.last
+        return plan or self.unquantized_reason or Unquantized(Cause.NOT_PLANNED)
 
     @property
-    def all_reduce_plan(self) -> AllReducePlan | str:
+    def all_reduce_plan(self) -> AllReducePlan | Unquantized:
         """The latest plan of an all-reduce, or the reason why there is none."""
-        return "in full precision" if self.all_reduce is None else self.all_reduce.plans.last or NOT_PLANNED
+        plan = None if self.all_reduce is None else self.all_reduce.plans.last
+        return plan or self.unquantized_sum_reason or Unquantized(Cause.NOT_PLANNED)
 
     def state(self) -> Mapping[str, int]:
         """Return the counters from which rounding bits are derived, for a checkpoint."""
@@ -202,9 +208,10 @@ class Gradients:
         run: Callable[[Callable[[], None]], T],
         number: int | None = None,
     ) -> T:
-        """Replace values [n] by their sum or mean over the replicate dimension.
+        """Replace values by their sum or mean over the replicate dimension.
 
         Args:
+            values: [n]. Values that are sparse, or of a dtype that no quantizer takes, stay with `plain`.
             op: a sum or a mean of `torch.distributed.ReduceOp`.
             plain: the engine's own all-reduce.
             run: runs the quantized all-reduce that it gets, for instance on a side stream.
@@ -218,11 +225,19 @@ class Gradients:
             ValueError: a quantized all-reduce is neither a sum nor a mean.
         """
         self.bits, all_reduce, numel = None, self.all_reduce, values.numel()
+        self.unquantizable = None
+        if values.layout != torch.strided:
+            self.unquantizable = Unquantized(Cause.SPARSE)
+        elif values.dtype not in _QUANTIZED_DTYPES:
+            self.unquantizable = Unquantized(Cause.DTYPE, str(values.dtype).removeprefix("torch."))
         sections = None
-        if all_reduce is not None and self._is_due(all_reduce, numel):
+        if all_reduce is not None and self.unquantizable is None and self._is_due(all_reduce, numel):
             sections = self.sections(numel, unit=all_reduce.group_unit)
         if all_reduce is None or sections is None:
-            self.count_plain_all_reduce(round(2 * values.nbytes / self._replicas))
+            row_bytes = 2 * numel * values.element_size() / self._replicas
+            if values.layout != torch.strided:  # the backend gathers the rows of each rank
+                row_bytes = values.indices().nbytes + values.values().nbytes
+            self.count_plain_all_reduce(round(row_bytes))
             return plain()
         if number is None:
             number = self.all_reduces

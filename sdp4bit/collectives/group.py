@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.gradients import Gradients
 from sdp4bit.collectives.plan import AllReducePlan, ReducePlan, RefreshPlan
+from sdp4bit.collectives.reasons import Unquantized
 from sdp4bit.collectives.samples import sample_of
 from sdp4bit.collectives.sections import Range, common_ranges
 from sdp4bit.collectives.topology import Nodes
@@ -69,10 +70,10 @@ class Remarks:
 class GroupPlan(NamedTuple):
     """The plans of a parameter group; prints itself."""
 
-    weights: RefreshPlan | str
+    weights: RefreshPlan | Unquantized
     """Of the last refresh, or the reason why there is none."""
-    gradients: ReducePlan | str
-    all_reduce: AllReducePlan | str | None
+    gradients: ReducePlan | Unquantized
+    all_reduce: AllReducePlan | Unquantized | None
     """Over the replicate dimension; None without one."""
 
     def __str__(self) -> str:

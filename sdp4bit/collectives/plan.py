@@ -24,7 +24,6 @@ from sdp4bit.traffic import PLACES, Grid, Level, Traffic
 
 MOST_PLANS = 64
 """Plans that a collective keeps. A row's length varies with the parameters that have a gradient."""
-NOT_PLANNED = "not planned yet: a plan is made when it is first needed"
 
 
 @dataclass(frozen=True, eq=False)

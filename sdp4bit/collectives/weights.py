@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.host import all_reduce_on_host
-from sdp4bit.collectives.plan import NOT_PLANNED, RefreshPlan
+from sdp4bit.collectives.plan import RefreshPlan
+from sdp4bit.collectives.reasons import Cause, FullReason, Unquantized
 from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.collectives.weight_replica import WeightReplica
@@ -31,18 +32,6 @@ class Due(IntEnum):
     TRAINED = 1  # an optimizer has stepped: the difference of the trainable params
     ROW = 2  # weights anywhere have changed by at most LARGEST_SMALL_EDIT: the difference of the row
     FULL = 3  # a difference would be too coarse or NaN: the row in full precision
-
-
-class FullReason(Enum):
-    """Why a refresh in full precision is due; `observe/explain.py` has the sentences."""
-
-    FIRST_USE = auto()
-    REQUESTED = auto()  # by a call, by an interrupted refresh, or by the level of another rank
-    LARGE = auto()  # an edit of more than LARGEST_SMALL_EDIT
-    LOADED = auto()
-    NONFINITE = auto()  # the refresh before held NaN or infinity
-    CHECKPOINT = auto()  # rows of a checkpoint, which fit
-    MISFIT = auto()  # rows of a checkpoint do not fit
 
 
 class Events(NamedTuple):
@@ -71,8 +60,8 @@ class Weights:
         self.nodes = nodes
         self.host: ProcessGroup | None = None
         """A process group with these ranks for tensors on the CPU; None for the default group of the job."""
-        self.unquantized_reason = ""
-        """Why there is no replica; if it is empty when an engine is attached, one is created."""
+        self.unquantized_reason: Unquantized | None = None
+        """Why there is no replica; if it is None when an engine is attached, one is created."""
         self.make_replica: Callable[..., WeightReplica] = WeightReplica  # engines bind more arguments
         self.replica: WeightReplica | None = None
         self.traffic = TrafficCounter(nodes)
@@ -89,9 +78,10 @@ class Weights:
         self._is_agreed = False  # by `agree_on_refreshes`, until the next gather
 
     @property
-    def plan(self) -> RefreshPlan | str:
+    def plan(self) -> RefreshPlan | Unquantized:
         """The latest plan of a refresh, or the reason why there is none."""
-        return self.unquantized_reason if self.replica is None else self.replica.plans.last or NOT_PLANNED
+        plan = None if self.replica is None else self.replica.plans.last
+        return plan or self.unquantized_reason or Unquantized(Cause.NOT_PLANNED)
 
     # -- events --------------------------------------------------------------------------------------------
 

@@ -10,20 +10,16 @@ from sdp4bit.addresses import page
 from sdp4bit.collectives.chunks import pipeline_chunks
 from sdp4bit.collectives.group import Group, Remarks
 from sdp4bit.collectives.plan import hops_of
+from sdp4bit.collectives.reasons import Cause, FullReason, Unquantized
 from sdp4bit.collectives.sections import FINE_BITS, fine_bits
 from sdp4bit.collectives.topology import Nodes
-from sdp4bit.collectives.weights import LARGEST_SMALL_EDIT, FullReason, Weights
+from sdp4bit.collectives.weights import LARGEST_SMALL_EDIT, Weights
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.quantization.formats import Bits, format_of
 from sdp4bit.traffic import Traffic
 
 MOST_NODES_IN_ONE_HOP = 64
 """More nodes than this get a note that blocks of nodes send fewer messages."""
-OFF = "off in the configuration"
-ONE_RANK = "one rank"
-ONE_NODE = 'full precision: sharded inside one node (WeightConfig(replica="full") quantizes)'
-ONE_NODE_GRADIENTS = "full precision: all ranks on one node (GradientConfig(inside_one_node=True) quantizes)"
-"""Reasons in the table why weights or gradients are not quantized."""
 _FULL_REFRESHES = {
     FullReason.FIRST_USE: "first use",
     FullReason.REQUESTED: "requested (resync, full_precision, audit), interrupted, or due on another rank",
@@ -73,7 +69,7 @@ def _numel_of(group: Group, remarks: Remarks) -> int:
 def _weights_of(group: Group, remarks: Remarks) -> str:
     weights, replica = group.weights, group.weights.replica
     if replica is None:
-        return weights.unquantized_reason
+        return str(weights.unquantized_reason or "")
     text = describe_weights(replica.config, where=remarks.place or f"{replica.config.replica} replica")
     text += _fine(group, [replica.bits])
     if weights.full_refreshes:
@@ -94,7 +90,7 @@ def last_full_refresh(weights: Weights) -> str | None:
 
 def _gradients_of(group: Group, remarks: Remarks) -> str:
     numel, gradients = _numel_of(group, remarks), group.gradients
-    text = gradients.unquantized_reason
+    text = str(gradients.unquantized_reason or "")
     if gradients.reduction is not None:
         config = gradients.reduction.config
         shown = replace(config, pipeline_chunks=1) if remarks.staged else config
@@ -112,22 +108,34 @@ def _fine(group: Group, bits: Sequence[Bits]) -> str:
     return f", 1-D in {FINE_BITS} bits" if group.separate_parameters and has_fewer else ""
 
 
-def one_node_reason(part: WeightConfig | GradientConfig | None, *, nodes: int) -> str:
-    """Return why weights or gradients of ranks on this many nodes are not quantized; "" if they are."""
+def layout_reason(part: WeightConfig | GradientConfig | None, layout: Nodes) -> Unquantized | None:
+    """Return why weights or gradients of ranks in this layout are not quantized; None if they are."""
+    if layout.size == 1:
+        return Unquantized(Cause.ONE_RANK)
+    return one_node_reason(part, nodes=layout.nodes)
+
+
+def one_node_reason(part: WeightConfig | GradientConfig | None, *, nodes: int) -> Unquantized | None:
+    """Return why weights or gradients of ranks on this many nodes are not quantized; None if they are."""
     if part is None:
-        return OFF
+        return Unquantized(Cause.OFF)
     if part.applies_to(nodes=nodes):
-        return ""
-    return ONE_NODE if isinstance(part, WeightConfig) else ONE_NODE_GRADIENTS
+        return None
+    return Unquantized(Cause.ONE_NODE_WEIGHTS if isinstance(part, WeightConfig) else Cause.ONE_NODE_GRADIENTS)
 
 
-def one_node_note(reasons: Sequence[tuple[str, str]]) -> str:
+def one_node_note(reasons: Sequence[tuple[Unquantized | None, Unquantized | None]]) -> str:
     """Return a note about groups in full precision because their ranks share a node; "" for none.
 
     Args:
         reasons: for each group the reasons why its weights and its gradients are not quantized.
     """
-    inside = sum(ONE_NODE in pair or ONE_NODE_GRADIENTS in pair for pair in reasons if "" not in pair)
+    inside = 0
+    for weights, gradients in reasons:
+        if weights is not None and gradients is not None:
+            inside += bool(
+                {weights.cause, gradients.cause} & {Cause.ONE_NODE_WEIGHTS, Cause.ONE_NODE_GRADIENTS}
+            )
     if not inside:
         return ""
     if inside == len(reasons):

@@ -22,7 +22,7 @@ from sdp4bit.collectives.weights import Due, Weights, change_squares, is_large_c
 from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.protocol import Undo
-from sdp4bit.observe.explain import one_node_reason
+from sdp4bit.observe.explain import layout_reason
 from sdp4bit.observe.stats import ModelState
 from sdp4bit_lab.simulated.collectives import SimulatedReduceScatter, SimulatedReplica
 from sdp4bit_lab.simulated.rows import RowLayout
@@ -181,9 +181,8 @@ class SimulatedCommHandle(CommHandle):
 
     def _choose(self, comm: SimulatedGroupState, config: SDP4BitConfig) -> None:
         """Set up a group's quantized communication, or the reason for its absence."""
-        nodes = self.layout.nodes
-        comm.weights.unquantized_reason = one_node_reason(config.weights, nodes=nodes)
-        comm.gradients.unquantized_reason = one_node_reason(config.gradients, nodes=nodes)
+        comm.weights.unquantized_reason = layout_reason(config.weights, self.layout)
+        comm.gradients.unquantized_reason = layout_reason(config.gradients, self.layout)
         if config.weights is not None and not comm.weights.unquantized_reason:
             comm.weights.replica = SimulatedReplica(
                 self.layout,

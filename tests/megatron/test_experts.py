@@ -93,4 +93,4 @@ def test_experts_under_tensor_parallelism_are_left_in_full_precision() -> None:
     )
     rows = explained(run.comm.explain(full=True))
     assert "int4/2048" in rows["chunk0.bfloat16.0"]
-    assert EXPERTS_SPLIT in rows["chunk0.expert.bfloat16.0"], rows
+    assert str(EXPERTS_SPLIT) in rows["chunk0.expert.bfloat16.0"], rows

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit import GradientConfig, SDP4BitConfig, TelemetryConfig
-from sdp4bit.observe.explain import ONE_RANK
+from sdp4bit.collectives.reasons import Cause
 from tests.megatron.runs import (
     EXACT_AND_CLOSE,
     IDENTITY,
@@ -108,7 +108,7 @@ def expert_buffer() -> None:
     stock = run.chunks[0].expert_parallel_bucket_groups
     assert stock and not any("start_grad_sync" in vars(group) for group in stock)
     groups = explained(run.comm.explain(full=True))
-    assert ONE_RANK in groups["chunk0.expert.bfloat16.0"]
+    assert Cause.ONE_RANK.value in groups["chunk0.expert.bfloat16.0"]
     assert "int4/2048" in groups["chunk0.bfloat16.0"]
 
 

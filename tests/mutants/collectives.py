@@ -134,8 +134,8 @@ SOURCES = (
             ),
             M("range(2 if self.plain_all_reduces else 1)", "range(1)", tests=(DEEPSPEED,)),
             M(
-                "self.count_plain_all_reduce(round(2 * values.nbytes / self._replicas))",
-                "self.count_plain_all_reduce(round(values.nbytes / self._replicas))",
+                "row_bytes = 2 * numel * values.element_size()",
+                "row_bytes = numel * values.element_size()",
                 tests=(
                     "tests/engines/ddp/test_hook.py::test_full_precision_equals_plain_ddp_and_is_reported",
                 ),

@@ -19,23 +19,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sdp4bit.collectives.all_reduce import QuantizedAllReduce
 from sdp4bit.collectives.errors import comm_error_context, ranks_in_words
 from sdp4bit.collectives.group import Group, Remarks
+from sdp4bit.collectives.reasons import Cause, Unquantized
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, take_ranges
 from sdp4bit.collectives.streams import SideStream
-from sdp4bit.collectives.topology import Nodes, Topology, TopologySpec, create_topologies, destroy_topology
-from sdp4bit.config import AuditConfig, GradientConfig, SDP4BitConfig, as_config
+from sdp4bit.collectives.topology import Topology, TopologySpec, create_topologies, destroy_topology
+from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.loading import check_state
 from sdp4bit.observe.alerts import Alerts
 from sdp4bit.observe.audit import ReplicaCopy
-from sdp4bit.observe.explain import (
-    ONE_RANK,
-    describe_all_reduce,
-    one_hop_note,
-    one_node_note,
-    one_node_reason,
-)
+from sdp4bit.observe.explain import describe_all_reduce, layout_reason, one_hop_note, one_node_note
 from sdp4bit.observe.measures import Telemetry
 from sdp4bit.observe.stats import ModelState
 from sdp4bit.quantization.ops import checksum
@@ -43,12 +38,11 @@ from sdp4bit.quantization.random import check_numbers
 from sdp4bit.warn import warn_user
 
 FORMAT_VERSION = 1
-_QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_GRADIENTS = (
     "no gradients yet: buckets show here after the first backward pass of a model with "
     "register_comm_hook(state, sdp4bit.ddp_comm_hook)"
 )
-_NOT_SENT = "not sent: every rank has them all"
+_NOT_SENT = Unquantized(Cause.EVERYWHERE)
 
 
 @dataclass(kw_only=True)
@@ -72,10 +66,14 @@ class BucketGroup(Group):
     """Communication of one bucket: an all-reduce over all ranks, which hold the same weights."""
 
     view: Bucket
-    how = ""  # description of the last reduction
 
     def remarks(self) -> Remarks:
-        return Remarks(gradients=self.how)
+        gradients = self.gradients
+        reason = gradients.unquantized_sum_reason or gradients.unquantizable
+        if reason is None and gradients.config is not None:
+            numel, steps = self.view.shard_numel, gradients.progress.steps
+            return Remarks(gradients=describe_all_reduce(gradients.config, self.layout, numel, steps=steps))
+        return Remarks(gradients=str(reason))
 
 
 class DDPModelState(ModelState):
@@ -147,6 +145,7 @@ class DDPCommState(CommHandle):
         self._torch_group = self._process_group = process_group
         self._spec = topology
         self._topology: Topology | None = None  # None before `_prepare`
+        self._unquantized_reason: Unquantized | None = None
         self._scratch = Scratch()
         self._buckets: list[BucketGroup] = []
         self._state.groups = self._buckets
@@ -175,7 +174,8 @@ class DDPCommState(CommHandle):
         self._layouts = layouts
         self._topology = create_topologies(list(layouts.shards.values()), purpose="DDP")[ranks]
         self._undo.callback(destroy_topology, self._topology)
-        reason = self._unquantized_reason()
+        reason = layout_reason(self.config.gradients, self._topology.layout)
+        self._unquantized_reason = reason
         notes = one_node_note([(_NOT_SENT, reason)]), "" if reason else one_hop_note([self._topology.layout])
         for note in filter(None, notes):
             warn_user(note, ranks)
@@ -216,26 +216,26 @@ class DDPCommState(CommHandle):
         if bucket.index() == 0 and state.step_pending:
             # The last backward ends here, because its measures are complete: DDP has waited for its futures.
             state.end_step()
-        group = self._group_of(bucket, topology)
-        gradients, plain = group.gradients, partial(self._average_densely, values)
-        reason, numel = self._unquantized_reason(values), values.numel()
-        config = self.config.gradients or GradientConfig()
-        group.how = reason or describe_all_reduce(config, topology.layout, numel, steps=state.steps)
+        gradients, plain = self._group_of(bucket, topology).gradients, partial(self._average_densely, values)
         if values.layout != torch.strided:
-            # The backend coalesces each rank's rows and gathers them.
             values = _shared_part(values, topology.layout.size)
-            gradients.count_plain_all_reduce(values.indices().nbytes + values.values().nbytes)
-            return self._sum(values)
-        if reason:
-            gradients.count_plain_all_reduce(round(2 * values.nbytes / topology.layout.size))
-            return plain()
-        return gradients.reduce_in_place(
+            plain = partial(self._sum, values)
+        averaged = gradients.reduce_in_place(
             values,
             dist.ReduceOp.AVG,
             plain=plain,
             run=partial(self._run_beside, values),
             number=state.steps,  # a backward pass reduces each bucket once, so (step, bucket) is unique
         )
+        reason = None if gradients.all_reduce is None else gradients.unquantizable
+        if reason is not None and reason.cause is Cause.DTYPE and values.dtype not in self._warned:
+            self._warned.add(values.dtype)
+            warn_user(
+                f"gradients in {values.dtype} are averaged in full precision: only fp32, bf16 and fp16 are "
+                "quantized",
+                topology.layout.ranks,
+            )
+        return averaged
 
     def _check_model(self, first: dist.GradBucket) -> None:  # type: ignore[name-defined]
         """Raise ValueError if a model with this first bucket averages over other ranks than this state."""
@@ -274,7 +274,9 @@ class DDPCommState(CommHandle):
             created = BucketGroup(new, index=index, layout=layout, replicate=layout)
             created.weights.unquantized_reason = _NOT_SENT
             self._state.watch(created)
-            if self.config.gradients is not None and not self._unquantized_reason():
+            created.gradients.unquantized_reason = Unquantized(Cause.SUMMED_IN_PLACE)
+            created.gradients.unquantized_sum_reason = self._unquantized_reason
+            if self.config.gradients is not None and self._unquantized_reason is None:
                 created.gradients.all_reduce = QuantizedAllReduce(
                     topology,
                     config=self.config.gradients,
@@ -291,28 +293,6 @@ class DDPCommState(CommHandle):
         self._are_new |= rows.shard_numel != numel
         rows.shard_numel, rows.device, rows.parameters = numel, values.device, bucket.parameters()
         return group
-
-    def _unquantized_reason(self, values: Tensor | None = None) -> str:
-        """Return why these gradients, or all of them, are not quantized; "" if they are."""
-        assert self._topology is not None
-        layout: Nodes = self._topology.layout
-        if layout.size == 1:
-            return ONE_RANK
-        reason = one_node_reason(self.config.gradients, nodes=layout.nodes)
-        if reason or values is None or self.config.gradients is None:
-            return reason
-        if values.layout != torch.strided:
-            return "full precision: sparse gradients"
-        if values.dtype not in _QUANTIZED_DTYPES:
-            if values.dtype not in self._warned:
-                self._warned.add(values.dtype)
-                warn_user(
-                    f"gradients in {values.dtype} are averaged in full precision: only fp32, bf16 "
-                    "and fp16 are quantized",
-                    layout.ranks,
-                )
-            return f"full precision: {str(values.dtype).removeprefix('torch.')}"
-        return ""
 
     def _average_densely(self, values: Tensor) -> Future[Tensor]:
         """Average as plain DDP."""
@@ -356,7 +336,7 @@ class DDPCommState(CommHandle):
                 self._alerts.watch(self._buckets, telemetry=state.telemetry)
             self._are_new = False
         if is_first:
-            self._note = one_node_note([(_NOT_SENT, self._unquantized_reason())])
+            self._note = one_node_note([(_NOT_SENT, self._unquantized_reason)])
             self._log_attached()
 
     def mark_step(self) -> None:

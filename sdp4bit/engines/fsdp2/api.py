@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.group import Group
+from sdp4bit.collectives.reasons import Unquantized
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
@@ -71,7 +72,7 @@ def quantize_communication(
     roots: list[nn.Module] = []
     views: list[FSDPView] = []
     rows: list[ShardedRows] = []
-    skipped: dict[str, str] = {}
+    skipped: dict[str, Unquantized] = {}
     patterns: list[str] = []
     unmatched: list[str] = []
     try:
@@ -206,7 +207,7 @@ class FSDPCommHandle(CommHandle):
         views: Sequence[FSDPView],
         layouts: AgreedNodes,
         config: SDP4BitConfig,
-        skipped: dict[str, str],
+        skipped: dict[str, Unquantized],
         note: str,
     ) -> None:
         groups = [

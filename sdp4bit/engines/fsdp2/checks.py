@@ -9,14 +9,17 @@ import torch
 from torch import nn
 
 from sdp4bit.addresses import page
+from sdp4bit.collectives.reasons import Cause, Unquantized
 from sdp4bit.collectives.streams import has_one_queue
 from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.fsdp2.group import check_dtypes
 from sdp4bit.engines.fsdp2.view import FSDPView, named_fsdp_modules
-from sdp4bit.observe.explain import OFF, ONE_RANK, one_hop_note, one_node_note, one_node_reason
+from sdp4bit.observe.explain import layout_reason, one_hop_note, one_node_note, one_node_reason
 from sdp4bit.warn import warn_user
 
+Skipped = Mapping[str, Unquantized]
+"""Groups that the caller leaves in full precision, by name."""
 PARTIAL_GRADIENTS = (
     "holds gradients that FSDP2 has not all-reduced over the replicate dimension: finish the accumulation "
     "first, by a backward with set_requires_all_reduce(True), or discard them with model.reset_iter_state()"
@@ -97,19 +100,20 @@ def skip_patterns(skip: Collection[str] | Callable[[str], bool] | None) -> list[
 
 def match_skipped(
     groups: Sequence[FSDPView], skip: Sequence[str] | Callable[[str], bool]
-) -> tuple[dict[str, str], list[str]]:
+) -> tuple[dict[str, Unquantized], list[str]]:
     """Return the groups to leave in full precision, with the reason, and the patterns without a match."""
-    reasons: dict[str, str] = {}
+    reasons: dict[str, Unquantized] = {}
     used: set[str] = set()
     for group in groups:
         # The name of a module selects all of its groups.
         names = dict.fromkeys((group.module_name, group.name))
         if callable(skip):
-            reasons |= {group.name: "skipped"} if any(map(skip, names)) else {}
+            if any(map(skip, names)):
+                reasons[group.name] = Unquantized(Cause.SKIPPED)
             continue
         for pattern in skip:
             if fnmatch.filter(names, pattern):
-                reasons[group.name] = f"skipped by {pattern!r}"
+                reasons[group.name] = Unquantized(Cause.SKIPPED, f" by {pattern!r}")
                 used.add(pattern)
     return reasons, [] if callable(skip) else [pattern for pattern in skip if pattern not in used]
 
@@ -140,7 +144,11 @@ def check_group(group: FSDPView, *, config: SDP4BitConfig, is_skipped: bool) -> 
 
 
 def check_staging(
-    groups: Sequence[FSDPView], layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+    groups: Sequence[FSDPView],
+    layouts: AgreedNodes,
+    *,
+    config: SDP4BitConfig,
+    skipped: Skipped,
 ) -> None:
     """Raise ValueError if special memory was requested for a collective that quantization replaces."""
     collectives = {"weights": "all-gather of its weights", "gradients": "reduce-scatter of its gradients"}
@@ -171,21 +179,17 @@ def unquantizable_weights_reason(group: FSDPView) -> str:
 
 
 def unquantized_reasons(
-    group: FSDPView, layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
-) -> tuple[str, str, str]:
-    """Return why weights, gradients, and their sum over replicas are not quantized; "" if they are."""
-    layout, skip = layouts.shards[group.ranks], skipped.get(group.name, "")
-    alone = ONE_RANK if layout.size == 1 else ""
-    weights = (
-        alone
-        or ("" if config.weights else OFF)
-        or skip
-        or one_node_reason(config.weights, nodes=layout.nodes)
-        or unquantizable_weights_reason(group)
-    )
+    group: FSDPView, layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Skipped
+) -> tuple[Unquantized | None, Unquantized | None, Unquantized | None]:
+    """Return why weights, gradients, and their sum over replicas are not quantized; None if they are."""
+    layout, skip = layouts.shards[group.ranks], skipped.get(group.name)
+    off, alone = Unquantized(Cause.OFF), Unquantized(Cause.ONE_RANK) if layout.size == 1 else None
+    weights = alone or (None if config.weights else off) or skip or layout_reason(config.weights, layout)
+    if weights is None and (unquantizable := unquantizable_weights_reason(group)):
+        weights = Unquantized(Cause.UNSUPPORTED, unquantizable)
     # Gradients of a shard on one rank may still be summed over the replicate dimension.
-    summed = ("" if config.gradients else OFF) or skip
-    if not summed and len(group.sharing_ranks) > 1:
+    summed = (None if config.gradients else off) or skip
+    if summed is None and len(group.sharing_ranks) > 1:
         summed = one_node_reason(config.gradients, nodes=_nodes_of(group, layouts))
     return weights, summed or alone, summed
 
@@ -201,14 +205,18 @@ def _nodes_of(group: FSDPView, layouts: AgreedNodes) -> int:
 
 
 def warn_of_layout(
-    groups: Sequence[FSDPView], layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Mapping[str, str]
+    groups: Sequence[FSDPView],
+    layouts: AgreedNodes,
+    *,
+    config: SDP4BitConfig,
+    skipped: Skipped,
 ) -> str:
     """Warn about groups that are not quantized and settings that harm; return the note for `explain()`."""
     reasons = [unquantized_reasons(group, layouts, config=config, skipped=skipped) for group in groups]
     # Sharding inside a node is sensible if HSDP's replicate dimension crosses nodes.
     inside = [_nodes_of(group, layouts) == 1 for group in groups]
     note = one_node_note(
-        [each[:2] if is_inside else ("", "") for each, is_inside in zip(reasons, inside, strict=True)]
+        [each[:2] if is_inside else (None, None) for each, is_inside in zip(reasons, inside, strict=True)]
     )
     messages = [note] if note else []
     reduced = [group for group, (_, _, why) in zip(groups, reasons, strict=True) if not why]
@@ -218,7 +226,7 @@ def warn_of_layout(
     dense = [
         f"{group.name} ({because})"
         for group, (because, *_) in zip(groups, reasons, strict=True)
-        if because and because == unquantizable_weights_reason(group)
+        if because is not None and because.cause is Cause.UNSUPPORTED
     ]
     if dense:
         more = f" and {len(dense) - 3} more" if len(dense) > 3 else ""

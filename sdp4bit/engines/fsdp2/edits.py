@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sdp4bit.collectives.reasons import FullReason
 from sdp4bit.collectives.sections import Range, take_ranges
 from sdp4bit.collectives.streams import HostCopy
-from sdp4bit.collectives.weights import Due, Events, FullReason, Weights
+from sdp4bit.collectives.weights import Due, Events, Weights
 from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.quantization import ops
 

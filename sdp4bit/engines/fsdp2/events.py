@@ -19,8 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.host import all_reduce_on_host
+from sdp4bit.collectives.reasons import FullReason
 from sdp4bit.collectives.streams import SideStream
-from sdp4bit.collectives.weights import Due, Events, FullReason, is_large_change
+from sdp4bit.collectives.weights import Due, Events, is_large_change
 from sdp4bit.config import TelemetryConfig
 from sdp4bit.engines.fsdp2.group import FSDPGroup, check_dtypes
 from sdp4bit.engines.fsdp2.torch_internals import RootContext

@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from sdp4bit import AlertConfig, GradientConfig, SDP4BitConfig, quantize_communication
+from sdp4bit.collectives.reasons import Cause, Unquantized
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.engines import agreement, arrival
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.fsdp2.checks import unquantized_reasons
-from sdp4bit.observe.explain import ONE_RANK
 from sdp4bit.quantization import random
 from tests import toy
 from tests.ranks import first_rank_warns, on_ranks, run_ranks
@@ -269,6 +269,7 @@ def test_ranks_that_have_not_called_are_named_by_the_first_that_has() -> None:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sdp4bit").addHandler(handler)
     model = toy.build()
+    dist.barrier()  # a busy machine starts ranks at different times
     with mock.patch.object(arrival, "_PATIENCE", 1.0):
         if dist.get_rank() == 1:
             time.sleep(2)
@@ -289,8 +290,9 @@ def test_gradients_of_a_skipped_shard_are_summed_over_replicas_in_full_precision
     layouts = AgreedNodes(shards={one.ranks: one}, replicate={two.ranks: two})
     view: Any = SimpleNamespace(name="a", ranks=one.ranks, sharing_ranks={0, 1}, is_hybrid=True)
 
-    def reasons(**skipped: str) -> tuple[str, str, str]:
+    def reasons(**skipped: Unquantized) -> tuple[Unquantized | None, ...]:
         return unquantized_reasons(view, layouts, config=SDP4BitConfig(), skipped=skipped)
 
-    assert reasons() == (ONE_RANK, ONE_RANK, "")
-    assert reasons(a="skipped") == (ONE_RANK, "skipped", "skipped")
+    alone, skipped = Unquantized(Cause.ONE_RANK), Unquantized(Cause.SKIPPED)
+    assert reasons() == (alone, alone, None)
+    assert reasons(a=skipped) == (alone, skipped, skipped)

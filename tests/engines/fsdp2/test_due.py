@@ -17,8 +17,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from sdp4bit.collectives.reasons import FullReason
 from sdp4bit.collectives.topology import Nodes
-from sdp4bit.collectives.weights import Due, Events, FullReason, Weights
+from sdp4bit.collectives.weights import Due, Events, Weights
 from sdp4bit.engines.fsdp2 import edits
 from sdp4bit.engines.fsdp2.edits import Edits
 from sdp4bit.engines.fsdp2.row import Row, RowParam

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from sdp4bit import AlertConfig, ReplicaMismatchError, SDP4BitConfig, quantize_communication
+from sdp4bit.collectives.reasons import Cause, Unquantized
 from sdp4bit.engines.fsdp2.torch_internals import param_groups_of
-from sdp4bit.observe.explain import ONE_NODE, ONE_NODE_GRADIENTS, ONE_RANK
 from sdp4bit.traffic import Grid
 from tests.engines.fsdp2 import toy_moe
 from tests.engines.fsdp2.test_bytes import count_sent_bytes
@@ -79,7 +79,9 @@ def test_every_group_sends_over_its_own_mesh_what_the_planner_says() -> None:
     assert names == ["DefaultAllGather", "DefaultReduceScatter"] * 4
 
 
-def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]]:
+def reasons(
+    ranks: list[list[int]], **options: Any
+) -> dict[str, tuple[Unquantized | None, Unquantized | None]]:
     """Return why the groups of each name are not quantized, weights and gradients."""
     model = build_moe(expert_mesh(ranks))
     with warnings.catch_warnings():
@@ -91,7 +93,7 @@ def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]
     }
     table = comm.explain(full=True)
     comm.remove()
-    assert all(text in flat(table) for pair in found.values() for text in pair)
+    assert all(str(why) in flat(table) for pair in found.values() for why in pair if why)
     return found
 
 
@@ -99,16 +101,21 @@ def reasons(ranks: list[list[int]], **options: Any) -> dict[str, tuple[str, str]
 def test_groups_that_gain_nothing_are_left_to_fsdp2_with_the_reason() -> None:
     experts, others = NAMES[2::2], NAMES[:2] + NAMES[3:4]
     inside = reasons(INSIDE)
-    assert all(inside[name] == (ONE_NODE, ONE_NODE_GRADIENTS) for name in experts), inside
-    assert all(inside[name] == ("", "") for name in others)
+    on_one_node = Unquantized(Cause.ONE_NODE_WEIGHTS), Unquantized(Cause.ONE_NODE_GRADIENTS)
+    assert all(inside[name] == on_one_node for name in experts), inside
+    assert all(inside[name] == (None, None) for name in others)
     alone = reasons(ALONE)
-    assert all(alone[name] == (ONE_RANK, ONE_RANK) for name in experts), alone
-    assert all(alone[name] == ("", "") for name in others)
+    assert all(alone[name] == (Unquantized(Cause.ONE_RANK),) * 2 for name in experts), alone
+    assert all(alone[name] == (None, None) for name in others)
     # By the name of the group, and of the module.
     skipped = reasons(ACROSS, skip=["*.experts"])
-    assert {name for name, pair in skipped.items() if pair == ("skipped by '*.experts'",) * 2} == set(experts)
+    assert {
+        name for name, pair in skipped.items() if pair == (Unquantized(Cause.SKIPPED, " by '*.experts'"),) * 2
+    } == set(experts)
     skipped = reasons(ACROSS, skip=lambda name: name == "blocks.1")
-    assert {name for name, pair in skipped.items() if pair == ("skipped",) * 2} == set(NAMES[3:])
+    assert {name for name, pair in skipped.items() if pair == (Unquantized(Cause.SKIPPED),) * 2} == set(
+        NAMES[3:]
+    )
 
 
 @pytest.mark.like_plain

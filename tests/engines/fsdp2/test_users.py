@@ -376,7 +376,7 @@ def mixing(config: SDP4BitConfig | None) -> list[float]:
         assert root.weights.replica is not None
         for layer in layers:
             reason, has_gradients = REASONS[layer.view.name], layer.view.name != "layers.1"
-            assert layer.weights.replica is None and layer.weights.unquantized_reason == reason
+            assert layer.weights.replica is None and str(layer.weights.unquantized_reason) == reason
             assert layer.gradients.bits == (4 if config is QUANTIZED and has_gradients else None)
             assert layer.gradients.reductions == (2 if has_gradients else 0)
             # A ring over 2 x 2 ranks, in forward and backward.
