@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args
 
-from sdp4bit.quantization.formats import BLOCK, INT4, LEAST_CLIP, Bits, format_of, with_scales
+from sdp4bit.quantization.formats import BLOCK, INT4, LEAST_CLIP, Bits, choices, format_of
 
 VERSION = "0.2.0"
 """Version of the package, equal on all ranks of a job."""
@@ -52,7 +52,7 @@ def _suggests_names(cls: type[_Settings]) -> type[_Settings]:
 
 def _check_bits(name: str, bits: Bits) -> None:
     # Of equal numbers only one type is taken: settings are compared between ranks as they are written.
-    known = with_scales()
+    known = choices()
     if (type(bits), bits) not in [(type(each), each) for each in (*known, None)]:
         names = ", ".join(map(repr, known))
         raise ValueError(
@@ -92,8 +92,9 @@ class WeightConfig:
     """Quantized weight differences, qWD (paper section 3.1, algorithm 2).
 
     Attributes:
-        bits: Bits per transmitted value: 2, 3, 3.5, 4 or 8, or the name of another format. None sends the
-            new weights in the model's own dtype. Below 4 bits use smaller groups (docs/numerics.md).
+        bits: Bits per transmitted value: 2, 3, 3.5, 4, 8, 16 (bf16), or the name of another format. None
+            sends the new weights in the model's own dtype. Below 4 bits use smaller groups
+            (docs/numerics.md).
         group_size: Values that share one scale; a multiple of 32.
         mode: "difference" sends main shard minus replica; "direct" sends the weights themselves (qW).
         clip: Fraction of a group's largest magnitude that the largest code represents, from 0.1 to 1.
@@ -144,9 +145,9 @@ class GradientConfig:
     """Two-level quantized reduce-scatter with Hadamard smoothing, TLq-HS (paper section 3.2, algorithm 3).
 
     Attributes:
-        intra_bits: Bits inside a node: 2, 3, 3.5, 4 or 8; None sends fp32.
-        inter_bits: Bits between nodes: 2, 3, 3.5, 4 or 8; None sends fp32. 3.5 bits are 11 levels, a pair
-            in 7 bits.
+        intra_bits: Bits inside a node: 2, 3, 3.5, 4, 8 or 16; None sends fp32.
+        inter_bits: Bits between nodes: 2, 3, 3.5, 4, 8 or 16; None sends fp32. 3.5 bits are 11 levels, a
+            pair in 7 bits. 16 bits are bf16, rounded to nearest even, without groups and random bits.
         intra_group_size: Values that share one scale inside a node; a multiple of 32.
         inter_group_size: Values that share one scale between nodes; a multiple of 32, independent of
             `intra_group_size`.
@@ -312,6 +313,7 @@ Preset = Literal[
     "sdp4bit-w3g3.5",
     "sdp4bit-w2g3",
     "sdp4bit-w2g2",
+    "bf16-wire",
     "sdp4bit-paper",
     "baseline",
     "qw",
@@ -385,6 +387,8 @@ class SDP4BitConfig:
           between nodes. 0.84 bytes.
         * `sdp4bit-w2g3`, `sdp4bit-w2g2`: weight differences of 2 bits, gradients of 3 or 2 bits between
           nodes, in smaller groups. 0.70 and 0.57 bytes at a higher loss (docs/numerics.md).
+        * `bf16-wire`: gradients travel in bf16 and are summed in fp32; weights are those of the engine. A
+          cautious choice, without groups, transforms or random bits. 2 bytes for gradients.
         * `sdp4bit-paper`: the paper's SDP4Bit, `qwd` and `tlq-hs` together.
 
         The paper's ablation quantizes rows as a unit:
@@ -412,6 +416,9 @@ class SDP4BitConfig:
             "tlq-hs": paper(gradients=tlq_hs),
             "sdp4bit-paper": paper(weights=differences, gradients=tlq_hs),
             "sdp4bit": cls(),
+            "bf16-wire": cls(
+                weights=None, gradients=GradientConfig(intra_bits=16, inter_bits=16, hadamard=False)
+            ),
             "sdp4bit-w3g3.5": cls(
                 weights=WeightConfig(bits=3, group_size=128), gradients=GradientConfig(inter_bits=3.5)
             ),

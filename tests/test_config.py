@@ -147,7 +147,7 @@ def test_automatic_thresholds_follow_the_bits_and_given_ones_do_not() -> None:
 CHOICE = ["Nearest", "", None, 1]
 REFUSED: list[tuple[type, str, list[object], str]] = [
     *(
-        (cls, name, [0, 1, 2.5, 5, 16, 32, -4, True, 4.0, "4"], "use one of 2, 3, 3.5, 4, 8, or None")
+        (cls, name, [0, 1, 2.5, 5, 6, 32, -4, True, 4.0, "4"], "use one of 2, 3, 3.5, 4, 8, 16, or None")
         for cls, name in (
             (WeightConfig, "weights.bits"),
             (GradientConfig, "gradients.intra_bits"),

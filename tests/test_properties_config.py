@@ -21,12 +21,12 @@ from sdp4bit.config import (
     TelemetryConfig,
     WeightConfig,
 )
-from sdp4bit.quantization.formats import with_scales
+from sdp4bit.quantization.formats import choices
 from tests.quantization.property_cases import PROFILES, hold
 
 # -- settings -----------------------------------------------------------------------------------------
 
-bits = st.sampled_from([*with_scales(), None])
+bits = st.sampled_from([*choices(), None])
 group_sizes = st.integers(1, 1 << 20).map(lambda blocks: 32 * blocks)
 roundings = st.sampled_from(["nearest", "stochastic"])
 VALID: dict[type, dict[str, st.SearchStrategy[Any]]] = {

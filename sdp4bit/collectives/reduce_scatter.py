@@ -29,7 +29,7 @@ from sdp4bit.collectives.transport import PendingTransfer, Transport
 from sdp4bit.config import GradientConfig
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
-from sdp4bit.quantization.formats import BLOCK, Bits
+from sdp4bit.quantization.formats import BF16, BLOCK, Bits
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
@@ -75,7 +75,8 @@ def upper_halves(messages: Tensor, layout: MessageLayout) -> Tensor:
     """View the upper 16 bits of the scales (in full precision: values) of messages, uint8 [m, nbytes]."""
     if layout.format.has_scales:
         return messages[:, layout.scales_offset : layout.payload_bytes].view(torch.int16)
-    return messages[:, : layout.scales_offset].view(torch.int16)[:, 1::2]
+    numbers = messages[:, : layout.scales_offset].view(torch.int16)
+    return numbers if layout.format is BF16 else numbers[:, 1::2]
 
 
 def _largest_of_groups(values: Tensor, group_size: int) -> list[Tensor]:

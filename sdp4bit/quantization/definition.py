@@ -251,7 +251,7 @@ def transmit(
     """Return rows, fp32 [..., padded values], quantized and dequantized: paper equation 2.2.
 
     Args:
-        bits: None sends fp32.
+        bits: None sends fp32, and 16 sends bf16.
         random: 16 random bits per value; None rounds to nearest.
         dither: the receiver subtracts the upper half of the random bits.
         clip: fraction of a group's largest magnitude that the largest code represents.
@@ -259,6 +259,8 @@ def transmit(
     if bits is None:
         return rows.clone()
     form, values = format_of(bits), torch.empty_like(rows)
+    if not form.has_scales:
+        return rows.bfloat16().float()
     for start in range(0, rows.shape[-1], group_size):
         group = (..., slice(start, start + group_size))
         draws = None if random is None else random[group].contiguous()

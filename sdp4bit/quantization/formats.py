@@ -28,7 +28,7 @@ class Format:
     name: str
     """Name in tables and in the back ends; identifies the format."""
     largest: int
-    """Largest code; 0 if the values are sent as they are, without scales."""
+    """Largest code; 0 for floats without scales, fp32 as they are or bf16 rounded to nearest even."""
     block_bytes: int
     """Bytes of 32 values, an even number."""
     clip: float = 1.0
@@ -221,17 +221,32 @@ INT3 = InOrder(name="int3", largest=3, block_bytes=12, widths=(2, 1), gradient_e
 ELEVEN = InPairs(name="int3.5", largest=5, block_bytes=14, gradient_error=0.45)
 INT4 = InHalves(name="int4", largest=7, block_bytes=16)
 INT8 = Signed(name="int8", largest=127, block_bytes=32)
+BF16 = Format(name="bf16", largest=0, block_bytes=64, gradient_error=0.01, weight_error=0.01)
 FP32 = Format(name="fp32", largest=0, block_bytes=128)
 
 Bits = float | str | None
 """How settings name a format: a number of bits, None for full precision, or the name of another format."""
 
-FORMATS: dict[Bits, Format] = {2: INT2, 3: INT3, 3.5: ELEVEN, 4: INT4, 8: INT8, 32: FP32, None: FP32}
+FORMATS: dict[Bits, Format] = {
+    2: INT2,
+    3: INT3,
+    3.5: ELEVEN,
+    4: INT4,
+    8: INT8,
+    16: BF16,
+    32: FP32,
+    None: FP32,
+}
 
 
 def with_scales() -> list[Bits]:
-    """Return how settings name each format that quantizes."""
+    """Return how settings name each format of integer codes."""
     return [bits for bits, each in FORMATS.items() if each.has_scales]
+
+
+def choices() -> list[Bits]:
+    """Return the formats that settings may name; None, full precision, apart."""
+    return [*with_scales(), 16]
 
 
 def format_of(bits: Bits) -> Format:

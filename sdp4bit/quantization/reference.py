@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from sdp4bit.quantization.checksum import add_checksum  # noqa: F401 - an operator
-from sdp4bit.quantization.formats import BLOCK, Format
+from sdp4bit.quantization.formats import BF16, BLOCK, Format
 from sdp4bit.quantization.hadamard import hadamard32
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import KeySeries, RoundingKey, dither_mask, random_bits16
@@ -147,6 +147,16 @@ def _scales_of(messages: Tensor, layout: MessageLayout) -> Tensor:
     return scales
 
 
+def _rounded_to_bf16(values: Tensor) -> Tensor:
+    """Return the bits of fp32 values in bf16, int16, rounded to nearest even; NaN becomes 0x7FC0.
+
+    By integers, because PyTorch's own conversion has another NaN on some processors.
+    """
+    bits = values.view(torch.int32)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1)
+    return (rounded.masked_fill(values.isnan(), _NAN_SCALE << 16) >> 16).to(torch.int16)
+
+
 def encode(
     values: Tensor, out: Tensor, layout: MessageLayout, rounding: RoundingKey | None, clip: float = 1.0
 ) -> None:
@@ -156,7 +166,7 @@ def encode(
         return
     codes = _codes_of(out, layout)
     if not layout.format.has_scales:
-        codes.copy_(values.view(torch.uint8))
+        codes.copy_((_rounded_to_bf16(values) if layout.format is BF16 else values).view(torch.uint8))
         return
     scales = _scales_of(out, layout)
     random = None
@@ -204,7 +214,7 @@ def decode(
         return torch.zeros(shape, dtype=torch.float32, device=messages.device)
     codes = _codes_of(messages, layout)[:, parts]
     if not layout.format.has_scales:
-        return codes.contiguous().view(torch.float32)
+        return codes.contiguous().view(torch.bfloat16 if layout.format is BF16 else torch.float32).float()
     scales = _scales_of(messages, layout)[:, parts]
     values = torch.empty(shape, dtype=torch.float32, device=messages.device)
     for first, count, group, size in _group_ranges(layout):

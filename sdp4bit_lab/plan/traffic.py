@@ -104,7 +104,7 @@ def _call(transfer: Transfer) -> Call:
 def _work(launch: Launch, *, row_bytes: int) -> Work:
     moved, values = float(launch.message_bytes), launch.values
     if launch.operator == "hadamard_quantize":
-        operator: Operator = "quantize to 8 bits" if launch.bits in (None, 8) else "quantize to 4 bits"
+        operator: Operator = "quantize to 8 bits" if launch.bits in (None, 8, 16) else "quantize to 4 bits"
         return Work(operator=operator, moved_bytes=moved + row_bytes * values, values=values)
     if launch.operator == "dequantize_reduce_quantize":
         return Work(operator="reduce and requantize", moved_bytes=moved, values=values, messages=launch.terms)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.checksum import STRIPE_WORDS
-from sdp4bit.quantization.formats import BLOCK, Bits, format_of, with_scales
+from sdp4bit.quantization.formats import BLOCK, Bits, choices, format_of, with_scales
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import KeySeries, RoundingKey, derive_keys, derive_series
 
@@ -28,11 +28,12 @@ DITHERS = (None, DITHER._replace(first=96, row_stride=32 * 555))
 SERIES = (None, derive_series(1234, 7, rank_step=3), KeySeries((1 << 64) - 5, (1 << 63) + 1))
 CLIPS = (1.0, 0.6, 0.25)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALL_BITS = (*with_scales(), 32)
+ALL_BITS = (*choices(), 32)
 HOPS = (
     *((8, 4), (4, 8), (4, 4), (8, 8), (32, 8), (32, 4), (8, 32), (32, 32)),
     *((8, 3), (8, 2), (3, 2), (4, 2), (2, 3), (3, 4), (2, 8), (3, 32)),
     *((8, 3.5), (3.5, 3.5), (3.5, 4), (4, 3.5), (3.5, 32)),
+    *((16, 16), (16, 4), (8, 16), (16, 32), (32, 16)),
 )
 """Bits received and bits sent."""
 EDGE_VALUES: dict[str, Callable[[Tensor], Tensor]] = {

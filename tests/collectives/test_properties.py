@@ -20,7 +20,7 @@ from torch import Tensor
 from sdp4bit.collectives.chunks import group_unit
 from sdp4bit.collectives.sections import CutParam, Section, cut_row, merge_ranges
 from sdp4bit.config import GradientConfig, WeightConfig
-from sdp4bit.quantization.formats import with_scales
+from sdp4bit.quantization.formats import choices
 from sdp4bit.traffic import Grid, Traffic
 from tests.collectives.built import BUCKET, SEED, all_reduce_of, reduce_scatter_of, replica_of
 from tests.oracles import sections as by_definition
@@ -39,7 +39,7 @@ layouts = st.integers(1, MAX_RANKS).flatmap(
     lambda nodes: st.tuples(st.just(nodes), st.integers(1, MAX_RANKS // nodes))
 )
 in_blocks = st.sampled_from([(2, 2, 1), (2, 2, 2), (3, 2, 2), (2, 3, 1), (2, 4, 2), (4, 2, 1), (2, 2, 3)])
-bits = st.sampled_from([*with_scales(), None])
+bits = st.sampled_from([*choices(), None])
 group_sizes = st.sampled_from([32, 64, 96, 128, 256, 2048])
 roundings = st.sampled_from(["nearest", "stochastic", "dither"])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

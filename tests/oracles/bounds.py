@@ -41,6 +41,8 @@ def rounding_error(magnitudes: Tensor, config: GradientConfig, level: str) -> Te
     )
     if bits is None:
         return torch.zeros_like(magnitudes)
+    if bits == 16:  # half of the last of 8 bits, or of the least subnormal number
+        return magnitudes * 2.0**-9 + 2.0**-134
     # A scale is rounded up by at most 2**-7; 2**-7 more is for arithmetic on 16 fractional bits.
     steps = (1.0 if rounding == "stochastic" else 0.5) + 2**-7
     parts = [group.amax(-1, keepdim=True).expand_as(group) for group in magnitudes.split(group_size, dim=-1)]

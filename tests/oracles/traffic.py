@@ -32,7 +32,9 @@ def message_bytes(
     total, padding = 0, 0.0
     for section, numel in parts:
         width, size = (32.0, 0) if bits is None else (NAMED_BITS.get(bits, bits), group_size)
-        if section.is_fine and bits is not None:
+        if width == 16.0:
+            size = 0  # bf16 has no scales
+        elif section.is_fine and bits is not None:
             width, size = max(8.0, width), 32
         padded = -(-numel // 32) * 32
         scales = -(-padded // size) * 2 if size else 0

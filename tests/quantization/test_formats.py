@@ -5,6 +5,9 @@ A format that is added to `FORMATS` is tested here without a change. Layer: pure
 
 from __future__ import annotations
 
+import math
+import struct
+
 import pytest
 import torch
 
@@ -71,3 +74,36 @@ def test_a_format_whose_codes_do_not_fit_is_refused(name: str) -> None:
     kind, arguments, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         kind(name=name, **arguments)  # type: ignore[arg-type]
+
+
+def nearest_bf16(value: float) -> int:
+    """The bits of the nearest bf16 number to a finite fp32 value, by fp64 distances; of two, the even one."""
+    below = struct.unpack("<I", struct.pack("<f", value))[0] >> 16
+    numbers = [struct.unpack("<f", struct.pack("<I", each << 16))[0] for each in (below, below + 1)]
+    # Beyond the largest number, the next one would be 2**128 in magnitude.
+    numbers = [math.copysign(2.0**128, value) if math.isinf(each) else each for each in numbers]
+    near, far = (abs(value - each) for each in numbers)
+    return below + int(far < near or (far == near and below % 2 == 1))
+
+
+def test_bf16_is_the_nearest_number_and_nan_has_one_code() -> None:
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(0))
+    ties = torch.arange(0x3F80, 0x4000) << 16 | 0x8000
+    edges = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000])
+    values = torch.cat([bits, ties, edges, edges - 2**31]).to(torch.int32).view(torch.float32)
+    values = torch.cat([values, torch.full((-len(values) % BLOCK,), math.nan)])
+    layout = MessageLayout(numel=len(values), bits=16, group_size=BLOCK)
+    message = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    result = torch.zeros(1, len(values))
+    with ops.use_backend("reference"):
+        ops.subtract_quantize(values, replica=None, out=message, layout=layout)
+        ops.dequantize_add(message.view(1, -1), replica=result, layout=layout, accumulate=False)
+    assert layout.nbytes == 2 * len(values)
+    for value, code in zip(values.tolist(), message.view(torch.int16).tolist(), strict=True):
+        expected = 0x7FC0
+        if math.isfinite(value):
+            expected = nearest_bf16(value)
+        elif math.isinf(value):
+            expected = 0x7F80 if value > 0 else 0xFF80
+        assert code & 0xFFFF == expected, value
+    assert torch.equal(result[0].view(torch.int32) >> 16, message.view(torch.int16).int())

@@ -108,7 +108,7 @@ def test_padding_costs_at_most_31_values_and_a_scale_per_row_and_the_alignment(
         ({"bits": 1}, "bits=1"),
         ({"bits": 5}, "bits=5"),
         ({"bits": 2.5}, "bits=2.5"),
-        ({"bits": 16}, "bits=16"),
+        ({"bits": 6}, "bits=6"),
         ({"group_size": 0}, "group_size=0"),
         ({"group_size": -32}, "group_size=-32"),
         ({"group_size": 100}, "group_size=100"),

@@ -116,5 +116,7 @@ FORMATS: dict[str, Functions] = {
     "int3.5": Functions(_load_pairs, _store_pairs, _mark_pairs, _drop_pairs),
     "int4": _IN_HALVES,
     "int8": Functions(_load_8, _store_8),
-    "fp32": _IN_HALVES,  # without scales there are no groups, and none of these is called
+    # Without scales there are no groups, and none of these is called.
+    "bf16": _IN_HALVES,
+    "fp32": _IN_HALVES,
 }

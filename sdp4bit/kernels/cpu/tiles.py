@@ -41,9 +41,12 @@ from sdp4bit.kernels.cpu.vectors import (
     to_int,
     where_equal,
 )
+from sdp4bit.quantization.formats import BF16
 
 _ABS = 0x7FFFFFFF
 _INFINITY = 0x7F800000
+_ROUNDS_TO_INFINITY = 0x7F7F8000  # the least number that is infinite in bf16
+_BF16_BYTES = BF16.block_bytes
 _TINY = 0x0D800000  # 2**-100
 _NAN_SCALE = 0x7FC0
 _SCALE_LIMIT = 0x7B800000  # 2**120
@@ -290,10 +293,15 @@ def encode_tile(values, count, largest, codes, scales, layout, how, element, non
     group_size = layout.group_size
     groups = (count + group_size - 1) // group_size
     if not how.coding.has_scales:
+        is_bf16 = how.coding.width == _BF16_BYTES
         for i in range(0, count, 32):
-            store_f32(codes + 4 * i, load_f32(values + 4 * i))
+            if is_bf16:
+                store_bf16(codes + 2 * i, load_f32(values + 4 * i))
+            else:
+                store_f32(codes + 4 * i, load_f32(values + 4 * i))
+        limit = _ROUNDS_TO_INFINITY if is_bf16 else _INFINITY
         for group in range(groups if nonfinite else 0):
-            if load_scalar_u32(largest + 4 * group) >= _INFINITY:
+            if load_scalar_u32(largest + 4 * group) >= limit:
                 store_u8(nonfinite, 1)
         return
     # All scales first, so that the divisions of different groups overlap.
@@ -471,11 +479,17 @@ def sum_messages(total, first, count, group, codes, scales, skip, layout, terms,
     """
     peak = splat(0)
     if not terms.coding.has_scales:
+        is_bf16 = terms.coding.width == _BF16_BYTES
         for i in range(0, count, 32):
             value = splat(terms.initial)
             for term in range(terms.count):
-                if term != skip:
-                    value = value + load_f32(codes + term * terms.stride + 4 * (first + i))
+                message = codes + term * terms.stride
+                if term == skip:
+                    continue
+                if is_bf16:
+                    value = value + load_bf16(message + 2 * (first + i))
+                else:
+                    value = value + load_f32(message + 4 * (first + i))
             peak = record(total + 4 * i, value, peak)
         return peak
     # Received and sent groups may differ, so the range is split at the bounds of the received groups.

@@ -145,16 +145,21 @@ def load_for(row, chunk, mask, numel, UNIT: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def bf16_bits(value):
+    """Return the bits of fp32 values in bf16, int16, rounded to nearest even; NaN becomes 0x7FC0."""
+    # Adding 0x7FFF, and 1 if the upper half is odd, carries for more than a half and for a half that rounds
+    # to even. NaN might carry into infinity or out of the word, so it is handled separately.
+    bits = value.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & ABS_MASK) > INFINITY_BITS, NAN_SCALE, rounded).to(tl.int16)
+
+
+@triton.jit
 def store_values(row, chunk, value, mask, numel, UNIT: tl.constexpr):
     """Write fp32 values to chunks of a row of fp32, bf16 or fp16, rounded to nearest even."""
     place, inside = _places(chunk, mask, numel, UNIT)
     if row.dtype.element_ty == tl.bfloat16:
-        # Adding 0x7FFF, and 1 if the upper half is odd, carries for more than a half and for a half that
-        # rounds to even. NaN might carry into infinity or out of the word, so it is handled separately.
-        bits = value.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where((bits & ABS_MASK) > INFINITY_BITS, NAN_SCALE, rounded)
-        tl.store(row.to(tl.pointer_type(tl.int16)) + place, rounded.to(tl.int16), mask=inside)
+        tl.store(row.to(tl.pointer_type(tl.int16)) + place, bf16_bits(value), mask=inside)
     else:
         tl.store(row + place, value.to(row.dtype.element_ty), mask=inside)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import triton
 
-from sdp4bit.quantization.formats import Format
+from sdp4bit.quantization.formats import BF16, Format
 
 
 class Coding:
@@ -21,6 +21,8 @@ class Coding:
     ) -> None:
         self.name, self.block_bytes, self.has_scales = format.name, format.block_bytes, format.has_scales
         self.largest, self.offset = format.largest or 1, format.offset
+        # The least magnitude that is infinite in the format, as bits of fp32: bf16 rounds up.
+        self.infinite = 0x7F7F8000 if format is BF16 else 0x7F800000
         self.load, self.store, self.in_halves, self.in_words = load, store, in_halves, in_words
 
     def __repr__(self) -> str:

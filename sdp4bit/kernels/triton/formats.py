@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
-from sdp4bit.kernels.triton.chunks import CHUNK, IS_INTERPRETED, offsets
+from sdp4bit.kernels.triton.chunks import CHUNK, IS_INTERPRETED, bf16_bits, float_from_bf16, offsets
 from sdp4bit.kernels.triton.codes import CODE_SHIFT, DITHER, DITHER_BIAS, fixed_point, round_codes
 from sdp4bit.kernels.triton.coding import Coding, of
-from sdp4bit.quantization.formats import ELEVEN, FP32, INT2, INT3, INT4, INT8
+from sdp4bit.quantization.formats import BF16, ELEVEN, FP32, INT2, INT3, INT4, INT8
 
 _SIGN_8 = tl.constexpr(0x80 << 9)
 INT8_TO_FLOAT = tl.constexpr(
@@ -50,6 +50,24 @@ def _store_fp32(
     floats, each = codes.to(tl.pointer_type(tl.float32)), tl.expand_dims(mask, -1)
     tl.store(floats + offsets(chunk), values[0], mask=each)
     tl.store(floats + offsets(chunk + 1), values[1], mask=each)
+
+
+@triton.jit
+def _load_bf16(codes, chunk, mask, dither, FORMAT: tl.constexpr):
+    """Return fp32 of bf16 values."""
+    bits = codes.to(tl.pointer_type(tl.int16))
+    return float_from_bf16(tl.load(bits + offsets(chunk), mask=tl.expand_dims(mask, -1), other=0))
+
+
+@triton.jit
+def _store_bf16(
+    codes, chunk, values, reciprocal, low_random, high_random, mask,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """Round both chunks of blocks to bf16 and write them."""
+    place, each = codes.to(tl.pointer_type(tl.int16)) + offsets(chunk), tl.expand_dims(mask, -1)
+    tl.store(place, bf16_bits(values[0]), mask=each)
+    tl.store(place + CHUNK, bf16_bits(values[1]), mask=each)
 
 
 @triton.jit
@@ -230,5 +248,6 @@ FORMATS = {
     "int3.5": Coding(ELEVEN, load=_load_paired, store=_store_paired, in_words=True),
     "int4": Coding(INT4, load=None, store=None, in_halves=True),
     "int8": Coding(INT8, load=_load_int8, store=_store_int8),
+    "bf16": Coding(BF16, load=_load_bf16, store=_store_bf16),
     "fp32": Coding(FP32, load=_load_fp32, store=_store_fp32),
 }

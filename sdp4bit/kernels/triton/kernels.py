@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from sdp4bit.kernels.triton.chunks import (
-    INFINITY_BITS,
     NAN_SCALE,
     chunks_of,
     codes_and_scales,
@@ -186,7 +185,9 @@ def quantize_kernel(
         if of(FORMAT, "has_scales"):
             tl.store(scales + group, bits.to(tl.int16), mask=group < places)
         if nonfinite is not None:
-            is_bad = (largest >= INFINITY_BITS) | (bits == NAN_SCALE)
+            is_bad = largest >= of(FORMAT, "infinite")
+            if of(FORMAT, "has_scales"):
+                is_bad = is_bad | (bits == NAN_SCALE)
             tl.store(nonfinite + tl.zeros_like(group), tl.full(group.shape, 1, tl.uint8), mask=is_bad)
         store_codes(
             codes, held, reciprocal, group, slot, blocks, is_odd, random, k0, k1, sender_mask,

@@ -24,7 +24,7 @@ REFERENCE_INTRA_GROUP = 512
 if TYPE_CHECKING:
     _Bits = float
 else:
-    _Bits = Literal[2, 3, 3.5, 4, 8]  # of which type checkers refuse one
+    _Bits = Literal[2, 3, 3.5, 4, 8, 16]  # of which type checkers refuse one
 
 _WEIGHTS = {"weight_bits": "bits", "weight_group_size": "group_size", "replica": "replica"}
 _GRADIENTS = {
