@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.checksum import STRIPE_WORDS
-from sdp4bit.quantization.formats import BLOCK, Bits, choices, format_of, with_scales
+from sdp4bit.quantization.formats import BF16, BLOCK, FP32, Bits, choices, format_of, with_scales
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import KeySeries, RoundingKey, derive_keys, derive_series
 
@@ -101,7 +101,9 @@ def make_messages(count: int, layout: MessageLayout, seed: int, special: bool = 
         if special:
             # This NaN becomes -0 if its bits are rounded to bf16 like those of a number.
             values.view(torch.int32)[..., ::500] = 0x7FFFFFFF
-        codes = values.view(torch.uint8).reshape(count, layout.scales_offset)
+        bits = values.view(torch.int32)
+        sent = (bits >> 16).to(torch.int16) if layout.format is BF16 else bits
+        codes = sent.view(torch.uint8).reshape(count, layout.scales_offset)
     messages[:, : layout.scales_offset] = codes
     scales = torch.randn(count, layout.parts * layout.groups, generator=generator).exp().bfloat16()
     if special and scales.numel():
@@ -385,7 +387,7 @@ def difference(
     results = [_call(operator, arguments, "reference", CPU), _call(operator, arguments, backend, device)]
     for name in (name for name, value in arguments.items() if isinstance(value, Tensor)):
         expected, result = (whole(each[name]).to(CPU) for each in results)
-        if name in written and result.dtype == torch.uint8 and layout and not layout.format.has_scales:
+        if name in written and result.dtype == torch.uint8 and layout and layout.format is FP32:
             # All NaNs compare equal.
             expected, result = expected.view(torch.float32), result.view(torch.float32)
         different = bits_of(result) != bits_of(expected)
