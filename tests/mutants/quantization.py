@@ -74,12 +74,12 @@ SOURCES = (
     ),
     Source(
         "sdp4bit/quantization/formats.py",
-        (REFERENCE, "tests/quantization/test_ops.py"),
+        (REFERENCE, "tests/quantization/test_ops.py", "tests/quantization/test_formats.py"),
         (
             M("return self.largest > 0", "return self.largest > 1"),
             M(
                 "return self.block_bytes * 8 / BLOCK",
-                "return self.block_bytes / BLOCK",
+                "return self.block_bytes * 9 / BLOCK",
                 tests=("tests/quantization", "tests/test_config.py", "tests/lab/plan/test_traffic.py"),
             ),
             M("return self.largest + 1", "return self.largest"),

@@ -21,9 +21,16 @@ from sdp4bit.quantization.formats import (
     InOrder,
     InPairs,
     Signed,
+    choices,
     with_scales,
 )
 from sdp4bit.quantization.layout import MessageLayout
+
+
+def test_formats_by_their_kind() -> None:
+    """Other tests run over these lists."""
+    assert with_scales() == [2, 3, 3.5, 4, 8]
+    assert choices() == [2, 3, 3.5, 4, 8, 16]
 
 
 @pytest.mark.parametrize("bits", with_scales())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sdp4bit.quantization.hadamard import hadamard32
+from sdp4bit.quantization.hadamard import INVERSE_FACTOR, hadamard32
 
 repeatable = settings(deadline=None, derandomize=True)
 
@@ -39,6 +39,11 @@ def test_columns_are_the_sylvester_matrix() -> None:
 def test_equals_the_matrix_product_on_integers(block: list[int]) -> None:
     values = torch.tensor(block, dtype=torch.float64)
     assert torch.equal(hadamard32(values.float()).double(), sylvester(32) @ values)
+
+
+def test_twice_with_the_inverse_factor_is_the_identity() -> None:
+    values = random_integers(3, 96)
+    assert torch.equal(hadamard32(hadamard32(values)) * INVERSE_FACTOR, values)
 
 
 def test_blocks_do_not_mix_and_rows_do_not_either() -> None:
