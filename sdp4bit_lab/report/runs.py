@@ -19,6 +19,8 @@ SETTINGS = "config.json"
 SUMMARY = "summary.json"
 LAST_STEP = 2**53
 """Larger steps are not exact in a browser."""
+SHOWN = ("loss", "grad_norm", "step_seconds", "intra_bytes", "inter_bytes", "compression_ratio")
+"""Numbers of an event that the page reads. Others are left alone, as those of a newer version may be."""
 
 Fields = dict[str, float | None]
 """Numbers by name; None for null and for numbers that are not finite."""
@@ -175,7 +177,7 @@ def _add(run: Run, line: bytes, where: str) -> None:
                     run.group_bytes.setdefault(level, {}).setdefault(str(group.get("name")), []).append(size)
     else:
         steps = run.train if kind == "train" else run.validation
-        steps[step] = {name: _number(name, value, where) for name, value in event.items() if name != "event"}
+        steps[step] = {name: _number(name, event[name], where) for name in SHOWN if name in event}
 
 
 def _number(name: str, value: Any, where: str) -> float | None:

@@ -18,7 +18,7 @@ from sdp4bit_lab.report.command import ReportConfig, write_report
 from sdp4bit_lab.report.page import decimated
 from sdp4bit_lab.report.runs import find_runs, read_run
 from tests.lab.pretrain.tiny_runs import small, train_here
-from tests.lab.report.written_runs import settings, train_event, train_events, write_run
+from tests.lab.report.written_runs import settings, train_event, train_events, validation_event, write_run
 from tests.ranks import run_ranks
 
 
@@ -26,12 +26,14 @@ def test_a_line_that_is_being_written_and_unknown_events_are_left_out(tmp_path):
     events = [
         train_event(1, loss=math.nan, grad_norm=math.inf),
         {"event": "weather"},
-        train_event(2, lr=10**400),
+        train_event(2, inter_bytes=10**400),
+        {**validation_event(2, 4.0), "batch_losses": [4.5, 3.5], "note": {}},
     ]
     folder = write_run(tmp_path, events, end='\n{"event": "train", "step": 3, "lo')
     run = read_run(folder, name="run")
     assert list(run.train) == [1, 2] and np.isnan(run.column("loss")[0])
-    assert [run.train[1]["loss"], run.train[1]["grad_norm"], run.train[2]["lr"]] == [None] * 3
+    assert [run.train[1]["loss"], run.train[1]["grad_norm"], run.train[2]["inter_bytes"]] == [None] * 3
+    assert run.validation[2] == {"loss": 4.0, "intra_bytes": 10, "inter_bytes": 5}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,6 @@ def test_a_run_without_steps_has_a_page(tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_a_real_run_is_shown(text, tmp_path):
     config = small(text, tmp_path / "run")
     config = replace(config, training=replace(config.training, steps=2))
