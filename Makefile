@@ -22,6 +22,31 @@ CORE += $(addprefix tests/collectives/test_,plan.py sections.py reduce_scatter.p
 CORE += tests/engines/fsdp2/test_exactness.py::test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit
 CORE += tests/engines/fsdp2/test_checkpoint.py::test_a_resumed_run_continues_bit_for_bit
 
+# The tiers: each file of tests/ is in one. `make test` also runs PROGRAMS, one run of each program, which are in the
+# tier of the lab, too. A change runs the tiers that import what it touches: tests/tiers.py.
+TIER_library := collectives engines quantization trainers test_*.py lab/benchmarks/test_tables.py lab/test_examples.py
+TIER_kernels := kernels
+TIER_lab := lab/common lab/compare lab/plan lab/pretrain lab/report lab/selftest lab/simulated
+TIER_lab += lab/test_[cfnu]*.py lab/test_examples_paper.py
+TIER_benchmarks := lab/benchmarks/test_[!t]*.py
+TIER_megatron := megatron
+TIER_deepspeed := deepspeed
+TIER_ecosystem := ecosystem
+# Those that `make install` has the packages of, besides the library's.
+OTHERS := lab kernels benchmarks megatron
+PROGRAMS := lab/test_commands.py
+PROGRAMS += lab/pretrain/test_runs.py::test_the_command_line_trains_on_two_processes
+PROGRAMS += lab/pretrain/test_runs.py::test_compare_writes_summary_table_and_curves
+PROGRAMS += lab/pretrain/test_export.py::test_the_command_exports_a_trained_model_and_names_what_is_in_the_way
+PROGRAMS += lab/pretrain/data/test_preprocess.py::TestCommand::test_training_reads_what_it_wrote
+PROGRAMS += lab/plan/test_command.py::test_a_plan_as_text_has_bytes_times_memory_and_a_recommendation
+PROGRAMS += lab/plan/test_probe.py::test_timed_exchanges_send_the_counted_bytes
+PROGRAMS += lab/report/test_runs.py::test_the_command_writes_a_small_page_that_loads_nothing
+PROGRAMS += lab/selftest/test_selftest.py::test_one_process_skips_what_needs_several
+
+# Those of the library that also run on the newest torch, whose Triton compiles all kernels for GPUs that are not there.
+TORCH_newest := engines/ddp engines/fsdp2 trainers kernels/test_triton_compile.py
+
 # The slow tests, in parts of about 10 minutes on two cores: folders and files of tests/. Two folders are divided by the
 # first letter of their files. Mutations and mutants are tests of one file that share nothing, so workers divide them.
 SLOW_kernels := kernels
@@ -60,8 +85,8 @@ UNRESOLVED := ai2-olmo-core boto3 botocore cached-path s3transfer
 UNRESOLVED += addict axolotl colorama flashoptim megatron-fsdp nemo-automodel torchtitan
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs dist test test-core test-unit test-slow test-megatron test-deepspeed test-ecosystem
-.PHONY: test-deepspeed-mutants
+.PHONY: help install demo docs dist test test-lab test-kernels test-benchmarks test-megatron test-tiers test-all
+.PHONY: test-core test-unit test-slow test-deepspeed test-deepspeed-mutants test-ecosystem
 .PHONY: gpu-report test-torch test-pytorch check format clean
 
 help: ## list the targets
@@ -87,8 +112,29 @@ dist: $(STAMP) ## build the wheel and the sdist, into dist
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
-test: $(STAMP) ## run the tests of the library and the programs
-	$(BIN)/python $(PYTEST) --ignore tests/megatron --ignore tests/deepspeed
+test: $(STAMP) ## run the tests of the library and of the examples, and one run of each program
+	$(BIN)/python $(PYTEST) $(addprefix tests/,$(TIER_library) $(PROGRAMS))
+
+test-lab: TIERS := lab
+test-lab: test-tiers ## run the tests of the programs
+
+test-kernels: TIERS := kernels
+test-kernels: test-tiers ## run the tests of the kernels, compiled and in Triton's interpreter
+
+test-megatron: TIERS := megatron
+test-megatron: test-tiers ## run the tests of the adapter of Megatron-Core
+
+test-benchmarks: TIERS := benchmarks
+test-benchmarks: test-tiers ## run the tests of the benchmarks
+
+test-tiers: $(STAMP) ## run the tests of several tiers, in one call: TIERS='lab kernels'
+	@test -n '$(TIERS)' || { echo 'which tiers? there are: library $(OTHERS)'; exit 2; }
+	$(BIN)/python $(PYTEST) $(addprefix tests/,$(foreach each,$(TIERS),$(TIER_$(each))))
+
+test-all: ## run the tests of all tiers, those that need other packages too
+	@$(MAKE) --no-print-directory test-tiers TIERS='library $(OTHERS)'
+	@$(MAKE) --no-print-directory test-ecosystem
+	@$(MAKE) --no-print-directory test-deepspeed
 
 test-core: $(STAMP) ## run the core of the tests, in 90 s: definition, formats, plans, collectives, FSDP2
 	$(BIN)/python $(PYTEST) -n 2 $(CORE)
@@ -99,9 +145,6 @@ test-unit: $(STAMP) ## run the tests that start no process
 test-slow: $(STAMP) ## run the tests marked slow, or a part of them: PART=fsdp2
 	@test -n '$(if $(PART),$(SLOW_$(PART)),all)' || { echo 'no such part; there are: $(sort $(PARTS))'; exit 2; }
 	$(BIN)/python $(PYTEST) -m slow $(addprefix tests/,$(SLOW_$(PART))) $(if $(filter mutations mutants megatron unchecked,$(PART)),--dist load)
-
-test-megatron: $(STAMP) ## run the tests of the adapter of Megatron-Core
-	$(BIN)/python $(PYTEST) tests/megatron
 
 test-deepspeed: $(ECOSYSTEM)/.installed ## run the tests of the adapter of DeepSpeed
 	$(ECOSYSTEM)/bin/python -m pytest -q tests/deepspeed
