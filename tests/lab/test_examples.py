@@ -29,11 +29,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_flatten
 
 import sdp4bit
-from benchmarks.muon_traffic import CollectiveCounter
 from examples import averages, by_hand, engine, muon
 from sdp4bit import SDP4BitConfig
 from sdp4bit.collectives import create_topology
 from tests import ROOT
+from tests.oracles.dtensor_traffic import CollectiveCounter
 from tests.ranks import on_ranks
 from tests.rounding_keys import check_unique, drawn_keys
 from tests.toy import POLICY, data_mesh

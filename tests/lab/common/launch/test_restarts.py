@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.soak import Soak, plan, run_soak
 from sdp4bit import ExchangeError
 from sdp4bit_lab.common.launch.store import join_store
 from sdp4bit_lab.pretrain.checkpoint import Start, choose_start
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
+from tests.lab.common.launch.soak import Soak, plan, run_soak
 from tests.lab.pretrain.saved_runs import save_step
 from tests.ranks import one_rank
 

@@ -4,7 +4,7 @@ A sparse embedding is added to the output of a layer. Autograd gives both the gr
 divides the sparse one in place by the number of ranks. The layer's gradient is compared with the mean of
 those that each rank's batch gives without DDP.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/sparse_alias.py
+    torchrun --standalone --nproc-per-node 2 experiments/upstream/sparse_alias.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In the first start, both ranks form a process group, and rank 1 fails. torchrun restarts both ranks, with the
 store of the first start. Rank 1 of the second start is slow: rank 0 reads the address of the exited rank 1.
 
-    torchrun --standalone --nproc-per-node 2 --max-restarts 1 benchmarks/stale_store.py
+    torchrun --standalone --nproc-per-node 2 --max-restarts 1 experiments/upstream/stale_store.py
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Kill a training run repeatedly and check that it ends with the losses of an undisturbed run, bit for bit.
 
-    python -m benchmarks.soak --kills 50 --seed 1 --json soak.json
+    python -m tests.lab.common.launch.soak --kills 50 --seed 1 --json soak.json
 
 Trains a small model under torchrun with frequent background checkpoints. Ranks are killed from outside at
-random moments, and by themselves at chosen ones (see benchmarks/saboteur.py). Most signals are SIGKILL. After
+random moments, and by themselves at chosen ones (see saboteur.py). Most signals are SIGKILL. After
 SIGTERM the run saves and stops, and the command is started again. SIGSTOP is only noticed by the timeout of
 the other ranks. All starts use the same command line.
 """
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.cluster_network import process_status
-from benchmarks.saboteur import FOLDER, PHASES, mark_of, next_fault
+from tests.lab.common.launch.saboteur import FOLDER, PHASES, mark_of, next_fault
 
 # Maximum number of calls of a phase between a start and its fault; a step has about 20 exchanges.
 CALLS = {
@@ -146,7 +146,8 @@ class Runner:
         self._out = folder / "disturbed"
         saving = ["--save", str(folder / "checkpoints"), "--save-interval", str(soak.save_interval)]
         saving += ["--keep-last", "2", "--auto-resume"]
-        self._command = command(soak, folder, out="disturbed", module="benchmarks.saboteur", more=saving)
+        module = "tests.lab.common.launch.saboteur"
+        self._command = command(soak, folder, out="disturbed", module=module, more=saving)
         (folder / "plan.json").write_text(json.dumps(plan(soak)))
         self._environment = {**os.environ, FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
 
