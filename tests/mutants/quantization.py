@@ -6,6 +6,12 @@ RANDOM = "tests/quantization/test_random.py"
 LAYOUT = "tests/quantization/test_layout.py"
 REFERENCE = "tests/quantization/test_reference.py"
 SUMS = "tests/quantization/test_reference_sums.py"
+USER_CACHE = (
+    "tests/kernels/test_user_cache.py::test_the_folders_that_were_used_last_are_kept",
+    "tests/kernels/test_user_cache.py::test_each_version_and_processor_has_a_folder",
+    "tests/kernels/test_user_cache.py::test_a_folder_of_another_user_is_not_read",
+    "tests/kernels/test_user_cache.py::test_functions_of_others_and_a_place_of_the_user_are_left_to_numba",
+)
 
 SOURCES = (
     Source(
@@ -154,6 +160,20 @@ SOURCES = (
                 "if self.alerts is not None and self.telemetry is None:",
                 "if self.alerts is None and self.telemetry is None:",
             ),
+        ),
+    ),
+    Source(
+        "sdp4bit/kernels/cpu/user_cache.py",
+        USER_CACHE,
+        (
+            M(
+                "binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()",
+                "binding.get_host_cpu_features().flatten()",
+            ),
+            M("sorted(used, reverse=True)[_MOST_FOLDERS:]", "sorted(used)[_MOST_FOLDERS:]"),
+            M("if folder.stat().st_uid != os.geteuid() or not", "if not"),
+            M("        os.utime(folder)\n", ""),
+            M("if numba.config.CACHE_DIR or Path", "if Path"),
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Compilation of the CPU kernels, on first use by one process of a machine, into numba's cache."""
+"""Compilation of the CPU kernels, on first use by one process of a user, into numba's cache."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from numba import cfunc, njit, types
 from numba.core.compiler import Compiler
 
+from sdp4bit.kernels.cpu import user_cache
 from sdp4bit.kernels.cpu.kernels import run_parallel, sum_words
 from sdp4bit.kernels.cpu.parameters import Flags, Group, Parameters
 from sdp4bit.log import logger
@@ -41,6 +42,7 @@ def _compile(decorator: Callable[..., Any], function: Callable[..., None], *args
     def build(**caching: Any) -> Any:
         return decorator(*args, **options, **caching)(function)
 
+    user_cache.install()
     try:
         folder = Path(njit(cache=True)(function).stats.cache_path)
     except RuntimeError:  # numba has no writable cache directory
