@@ -50,6 +50,14 @@ before_functions: list[Callable[[], None]] = []
 """Called by every rank that is started, before its function."""
 
 
+def guard(seconds: float) -> float:
+    """Return the time limit of a program: a guard against hangs, no measure.
+
+    Other workers and other programs may take most of the processors.
+    """
+    return seconds * (10 if before_functions else 3)
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
@@ -72,8 +80,7 @@ def run_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = copies(getattr(sys.modules[function.__module__], "PRELOAD", []))
     before = [*before_functions]
-    # A guard against hangs, no measure: other workers and other programs may take most of the processors.
-    timeout *= 10 if before else 3
+    timeout = guard(timeout)
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(world_size):

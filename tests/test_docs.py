@@ -28,6 +28,7 @@ import sdp4bit
 import sdp4bit.collectives
 import sdp4bit_megatron
 from tests import ADAPTERS, ROOT
+from tests.ranks import guard
 
 pytestmark = pytest.mark.lab
 
@@ -256,7 +257,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=guard(240),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -136,5 +136,7 @@ def test_files_that_differ_from_a_commit_are_known_only_if_it_is_an_ancestor(
     assert tiers.changes_since("HEAD^1") is None
 
 
-def test_without_a_commit_that_is_known_every_list_is_needed(imports: tiers.Imports) -> None:
-    assert [*tiers.needed(TIERS, None, imports)] == [*TIERS]
+def test_without_a_commit_that_is_known_all_that_is_installed_is_needed(imports: tiers.Imports) -> None:
+    assert {*TIERS} - {*tiers.needed(TIERS, None, imports)} == {*tiers.NEEDS_ENVIRONMENT}
+    parts = tiers.of_makefile("SLOW")
+    assert [*tiers.needed(parts, None, imports)] == [*parts]

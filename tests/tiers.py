@@ -3,7 +3,7 @@
 The Makefile divides the files of tests/ into tiers, and the slow ones into parts. A change needs those that
 import a changed module, directly or not. Prints the tiers besides the library's, the parts of slow tests, and
 the files for the newest torch that need a file that has changed since COMMIT. Without a COMMIT that is known
-here, that is all of them.
+here, that is all of them but the tiers that need another environment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ NEEDS_ENVIRONMENT = {
     "deepspeed": r"sdp4bit_deepspeed/|tests/deepspeed/|constraints-ecosystem",
     "ecosystem": r"sdp4bit/trainers/|tests/ecosystem/|constraints-ecosystem",
 }
-"""Tiers whose packages take minutes to install: changes that they alone test. Others they meet at night."""
+"""Tiers whose packages take minutes to install, and the files that they alone test. They meet other changes
+at night, or on their day in `.ci/run`."""
 
 
 def of_makefile(prefix: str) -> dict[str, list[str]]:
@@ -175,7 +176,7 @@ def reads(name: str, modules: set[str], file: str, imports: Imports) -> bool:
 def needed(lists: dict[str, list[str]], changes: Sequence[str] | None, imports: Imports) -> dict[str, str]:
     """Return the lists of tests that need changed files, with the first of these files."""
     if changes is None:
-        return dict.fromkeys(lists, ALL)
+        return {name: ALL for name in lists if name not in NEEDS_ENVIRONMENT}
     found: dict[str, str] = {}
     for name, words in lists.items():
         modules = imports.of(files_of(words))

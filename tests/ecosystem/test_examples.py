@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests import ROOT
+from tests.ranks import guard
 from tests.tables import flat
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -39,7 +40,7 @@ def test_example_runs_and_logs_bytes(package: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=guard(240),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "sdp4bit/inter_bytes" in done.stdout + done.stderr
@@ -58,7 +59,7 @@ def test_deepspeed_example_prints_the_ratio_of_the_readme() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=guard(240),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     *_, last = done.stdout.splitlines()

@@ -24,7 +24,7 @@ from benchmarks.cluster_network import Network, rate_in_bits, reason_to_skip, re
 from benchmarks.cluster_report import Sample
 from benchmarks.cluster_strategies import STRATEGIES, Cluster, Workload, strategies_for
 from tests import ROOT
-from tests.ranks import run_ranks
+from tests.ranks import guard, run_ranks
 
 REASON = reason_to_skip()
 pytestmark = pytest.mark.slow
@@ -323,7 +323,7 @@ def test_a_deferred_all_reduce_of_two_micro_batches_sends_half(tmp_path: Path) -
     command += ["--rates", "unshaped", "--micro-batches", "2", "--strategies", ",".join(strategies)]
     command += ["--hidden", "64", "--layers", "1", "--sequence", "16", "--seconds-per-rate", "1"]
     command += ["--json", str(tmp_path / "rows.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=guard(280), check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "rows.json").read_text())
     assert (result["workload"]["micro_batches"], result["workload"]["sequence_length"]) == (2, 16)
@@ -344,7 +344,7 @@ def test_a_small_cluster_is_measured_from_end_to_end(tmp_path: Path) -> None:
     command += ["--rates", "500mbit,1gbit", "--strategies", "hierarchical,fair,fair-bf16,ddp,sdp4bit"]
     command += ["--seconds-per-rate", "1", "--hidden", "256", "--layers", "4", "--profile", "sdp4bit"]
     command += ["--json", str(tmp_path / "rows.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=guard(280), check=False)
     assert done.returncode == 0, done.stderr
     assert namespaces() == before
     result = json.loads((tmp_path / "rows.json").read_text())

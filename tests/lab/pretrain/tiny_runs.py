@@ -21,6 +21,7 @@ from sdp4bit_lab.pretrain.data.config import DataConfig
 from sdp4bit_lab.pretrain.data.documents import END_OF_TEXT
 from sdp4bit_lab.pretrain.metrics import StepMetrics
 from sdp4bit_lab.pretrain.trainer import TrainingResult, pretrain
+from tests.ranks import guard
 
 SOURCES = ("argparse", "ast", "base64", "calendar", "enum", "heapq", "inspect", "pickle", "queue", "tarfile")
 
@@ -80,7 +81,7 @@ def command_line(*arguments: str, timeout: float = 240) -> subprocess.CompletedP
         [sys.executable, "-m", "sdp4bit_lab", *arguments],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=guard(timeout),
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

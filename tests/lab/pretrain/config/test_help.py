@@ -20,6 +20,7 @@ from sdp4bit_lab.common.progress import end_progress
 from sdp4bit_lab.common.settings import option_flags
 from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
 from tests import ROOT
+from tests.ranks import guard
 
 
 def all_options(settings: type) -> dict[str, list[str]]:
@@ -138,7 +139,7 @@ def test_a_console_without_the_characters_of_a_path_shows_escapes(text):
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=guard(60),
         env=variables,
         check=False,
     )
@@ -154,6 +155,8 @@ def test_a_reader_that_has_enough_ends_a_command_quietly(arguments):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "sdp4bit_lab", *arguments.split()]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=guard(60), check=False
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
