@@ -128,6 +128,15 @@ def test_only_2_bit_differences_are_clipped_unasked() -> None:
     assert WeightConfig(bits=2, clip=1).effective_clip == 1.0
 
 
+def test_alerts_have_a_threshold_and_are_measured() -> None:
+    with pytest.raises(ValueError, match="all thresholds of alerts are None"):
+        AlertConfig(gradient_error=None, weight_error=None, weight_drift=None, nonfinite_groups=None)
+    assert SDP4BitConfig().telemetry is None
+    assert SDP4BitConfig(alerts=AlertConfig()).telemetry == TelemetryConfig()
+    given = TelemetryConfig(interval=7)
+    assert SDP4BitConfig(alerts=AlertConfig(), telemetry=given).telemetry == given
+
+
 def test_automatic_thresholds_follow_the_bits_and_given_ones_do_not() -> None:
     auto, given = AlertConfig(), AlertConfig(gradient_error=0.5, weight_error=None)
     assert auto.thresholds == (0.3, 0.6, 0.05, 0)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sdp4bit.collectives.all_reduce import PieceQuantizer, pieces_of
+from sdp4bit.collectives.all_reduce import PieceQuantizer, QuantizedAllReduce, pieces_of
 from sdp4bit.collectives.plan import plan_all_reduce
 from sdp4bit.collectives.sections import Section
-from sdp4bit.collectives.topology import Nodes
+from sdp4bit.collectives.topology import Nodes, create_topology
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import definition, ops, reference
 from sdp4bit.quantization.definition import Call
@@ -26,7 +26,7 @@ from sdp4bit.traffic import Grid, Traffic
 from tests.collectives.built import BUCKET, SEED, all_reduce_of
 from tests.oracles import bounds
 from tests.oracles.traffic import all_reduce_exchange
-from tests.ranks import run_ranks
+from tests.ranks import one_rank, run_ranks
 
 DITHERED = GradientConfig(intra_rounding="dither", hadamard=False)
 EXACT = GradientConfig(intra_bits=None, inter_bits=None)
@@ -274,3 +274,15 @@ def test_dither_is_taken_off_whatever_numbers_the_ranks_have(nodes: int, per_nod
     # Half a step per quantization: with the bits of another key errors are up to one and a half.
     slack = 4 * 2**-22 * inputs.double().abs().sum(0)
     assert ((first - inputs.double().sum(0)).abs() <= bound * (1 + 2**-7) + slack).all()
+
+
+@pytest.mark.gloo
+def test_a_world_of_one_multiplies() -> None:
+    with one_rank():
+        topology = create_topology(1)
+        all_reduce = QuantizedAllReduce(topology, config=GradientConfig(min_numel=0))
+        values = torch.arange(40.0)
+        for multiplier in (0.5, 1.0):
+            expected = values * multiplier
+            all_reduce(values, call=0, multiplier=multiplier)
+            assert torch.equal(values, expected)

@@ -78,6 +78,9 @@ def test_what_is_asked_for_is_done() -> None:
     lengths = [place.stop - place.start for ((_, place),) in chunks]
     assert sum(lengths) == 10_000 and all(length % 384 == 0 for length in lengths[:-1])
     assert len(lengths) == 7
+    # One value more than four chunks of complete groups makes longer chunks, not a fifth.
+    four = GradientConfig(pipeline_chunks=4)
+    assert len(cut_into_chunks([4 * 128 + 1], config=four, grid=Grid(nodes=2, ranks_per_node=2))) <= 4
     assert cut_into_chunks([], config=config, grid=Grid(nodes=2, ranks_per_node=2)) == []
     ((_, first),), *_ = cut_into_chunks([10_000], config=config, grid=Grid(nodes=1, ranks_per_node=2))
     assert first.stop == 1440  # groups of 96 only

@@ -113,6 +113,7 @@ SOURCES = (
     Source(
         "sdp4bit/traffic.py",
         (
+            "tests/test_traffic.py",
             "tests/collectives/test_plan.py",
             "tests/lab/plan/test_traffic.py",
             "tests/engines/fsdp2/test_bytes.py",
@@ -126,9 +127,7 @@ SOURCES = (
             M(
                 "getattr(self, f.name) - getattr(other, f.name)",
                 "getattr(self, f.name)",
-                tests=(
-                    "tests/lab/pretrain/test_metrics.py::test_a_ratio_counts_the_step_without_the_validation_before_it",
-                ),
+                tests=("tests/test_traffic.py::test_differences_are_of_all_fields",),
             ),
             M("if self.plain_inter_bytes or self.inter_bytes:", "if self.inter_bytes:"),
             M('return float("inf") if plain else 1.0', "return 1.0"),
