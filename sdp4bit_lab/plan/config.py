@@ -219,9 +219,6 @@ class PlanConfig:
     hf_config: Path | None = None
     """The config.json of a Llama or Mistral model of Hugging Face's transformers, instead of --preset. The
     default batch is one sequence of 8192 tokens."""
-    separate_embedding: bool = False
-    """The embedding is a group of its own, and so is the output layer, as torchtitan shards untied models
-    (--hf-config)."""
     lora_rank: int | None = None
     """Freeze the model and train LoRA adapters of this rank on all matrices of the blocks (FSDP2)."""
     json: bool = False
@@ -252,10 +249,6 @@ class PlanConfig:
         require(
             self.hf_config is None or not has_sizes,
             "--hf-config has all sizes of the model: remove --preset, --num-layers and the like",
-        )
-        require(
-            self.hf_config is not None or not self.separate_embedding,
-            "--separate-embedding has no effect without --hf-config",
         )
         _ = self.quantization, self.llama
 
@@ -300,9 +293,7 @@ class PlanConfig:
     def _groups(self) -> tuple[ShardedGroup, ...]:
         layout = self.layout
         if self.llama is not None:
-            return self.llama.groups(
-                freed_after_forward=layout.reshard_after_forward, separate_embedding=self.separate_embedding
-            )
+            return self.llama.groups(freed_after_forward=layout.reshard_after_forward)
         return gpt_groups(
             self.shape,
             tensor_parallel=layout.tensor_parallel,

@@ -83,26 +83,20 @@ class LlamaShape:
         attention = ((self.queries, h), (self.keys, h), (self.keys, h), (h, self.queries))
         return (*attention, (wide, h), (wide, h), (h, wide))
 
-    def groups(
-        self, *, freed_after_forward: bool = True, separate_embedding: bool = False
-    ) -> tuple[ShardedGroup, ...]:
-        """Return the FSDP2 groups: one per block, and the rest.
+    def groups(self, *, freed_after_forward: bool = True) -> tuple[ShardedGroup, ...]:
+        """Return the FSDP2 groups of Accelerate and torchtitan.
 
-        Args:
-            separate_embedding: the embedding is a group, and the last norm with the output layer. torchtitan
-                shards so if the output layer is not the embedding.
+        They shard each block, the embedding, and the last norm with the output layer. If the output layer is
+        the embedding, it is in the last group.
         """
         h = self.hidden
         shapes: tuple[Shape, ...] = (*self._matrices, (h,), (h,))
-        blocks = [
-            ShardedGroup(name=f"blocks.{layer}", shapes=shapes, freed_after_forward=freed_after_forward)
-            for layer in range(self.layers)
-        ]
         tokens: Shape = (self.vocabulary, h)
-        output: tuple[Shape, ...] = ((h,),) if self.is_tied else ((h,), tokens)
-        if separate_embedding and not self.is_tied:
-            embedding = ShardedGroup(
-                name="embedding", shapes=(tokens,), freed_after_forward=freed_after_forward
-            )
-            return (embedding, *blocks, ShardedGroup(name="output", shapes=output, freed_after_forward=False))
-        return (*blocks, ShardedGroup(name="(root)", shapes=(tokens, *output), freed_after_forward=False))
+        parts = [(f"blocks.{layer}", shapes) for layer in range(self.layers)]
+        if not self.is_tied:
+            parts.insert(0, ("embedding", (tokens,)))
+        freed = [
+            ShardedGroup(name=name, shapes=each, freed_after_forward=freed_after_forward)
+            for name, each in parts
+        ]
+        return (*freed, ShardedGroup(name="output", shapes=((h,), tokens), freed_after_forward=False))

@@ -48,11 +48,14 @@ def transformers_model(name: str, mesh: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(FOLDER / name, use_cache=False, num_hidden_layers=LAYERS)
-    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, mesh=mesh, mp_policy=POLICY)
-    fully_shard(model, mesh=mesh, mp_policy=POLICY)
-    return model
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    inner, is_tied = model.model, config.tie_word_embeddings
+    for module in (*inner.layers, *([] if is_tied else [inner.embed_tokens])):
+        fully_shard(module, mesh=mesh, mp_policy=POLICY)
+    output = [inner.norm, *([inner.embed_tokens] if is_tied else []), model.lm_head]
+    fully_shard(output, mesh=mesh, mp_policy=POLICY, reshard_after_forward=False)
+    sharded: nn.Module = fully_shard(model, mesh=mesh, mp_policy=POLICY)
+    return sharded
 
 
 def torchtitan_model(name: str, mesh: Any) -> nn.Module:
@@ -123,8 +126,7 @@ def test_groups_rows_and_bytes_of_the_real_model_are_those_of_the_plan(
     grid, shape = Grid(nodes=2, ranks_per_node=ranks_per_node), LlamaShape.read(FOLDER / name)
     found = explained(make, name, grid=grid)
 
-    is_apart = framework == "torchtitan"
-    planned = replace(shape, layers=LAYERS).groups(separate_embedding=is_apart)
+    planned = replace(shape, layers=LAYERS).groups()
     traffic = [group_traffic(group, grid=grid, config=SDP4BitConfig()) for group in planned]
     sent = [
         tuple(round(sum(getattr(each, f"{level}_bytes") for each in group.exchanges)) for level in LEVELS)
@@ -137,7 +139,6 @@ def test_groups_rows_and_bytes_of_the_real_model_are_those_of_the_plan(
     totals = [sum(group[i] for group in sent) + (shape.layers - LAYERS) * layer[i] for i in range(2)]
     config = PlanConfig(
         hf_config=FOLDER / name,
-        separate_embedding=is_apart,
         cluster=ClusterConfig(nodes=2, devices_per_node=ranks_per_node),
     )
     plan = config.plan(config.cluster.resolve(model=config.model_name)).quantized
@@ -172,3 +173,6 @@ def test_a_tiny_width_trains_on_two_machines_by_the_files_of_the_page(tmp_path: 
     assert ours == pytest.approx(plain, rel=0.01) and ours[0] == plain[0]
     assert re.search(r"model\.layers\.0 to model\.layers\.1.*\n? .* 2 x 1 ", quantized)
     assert quantized.count("sdp4bit/inter_bytes") == 10
+    # The groups that transformers_model repeats are Accelerate's.
+    assert re.search(r"^model\.embed_tokens .* 2 x 1 ", quantized, re.MULTILINE)
+    assert re.search(r"^model\.norm .* 2 x 1 ", quantized, re.MULTILINE)

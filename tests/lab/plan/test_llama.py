@@ -55,8 +55,7 @@ def span(cost: dict[str, Any]) -> str:
 def test_parameters_and_operations_are_those_of_the_model(name: str) -> None:
     shape = LlamaShape.read(FOLDER / name)
     values = PARAMETERS[name]
-    for separate in (False, True):
-        assert sum(group.numel for group in shape.groups(separate_embedding=separate)) == values
+    assert sum(group.numel for group in shape.groups()) == values
     # 6 operations per token and value, less those of norms and of an embedding that does not multiply.
     h, layers, tokens = shape.hidden, shape.layers, 8192
     idle = (2 * layers + 1) * h + (0 if shape.is_tied else shape.vocabulary * h)
@@ -64,16 +63,15 @@ def test_parameters_and_operations_are_those_of_the_model(name: str) -> None:
     assert shape.flops_per_sample(tokens) == 6 * tokens * (values - idle) + attention
 
 
-def test_groups_are_those_of_fully_shard_and_of_torchtitan() -> None:
+def test_the_embedding_is_a_group_unless_it_is_the_output_layer() -> None:
     shape = LlamaShape.read(FOLDER / "llama3-8B")
-    together, apart = (shape.groups(separate_embedding=separate) for separate in (False, True))
-    assert [len(together), len(apart)] == [33, 34]
-    assert together[-1].shapes == ((128256, 4096), (4096,), (128256, 4096))
-    assert [group.freed_after_forward for group in apart] == [True] * 33 + [False]
-    assert [group.freed_after_forward for group in shape.groups(freed_after_forward=False)] == [False] * 33
+    groups = shape.groups()
+    assert [group.name for group in groups][::33] == ["embedding", "output"]
+    assert groups[-1].shapes == ((4096,), (128256, 4096))
+    assert [group.freed_after_forward for group in groups] == [True] * 33 + [False]
+    assert not any(group.freed_after_forward for group in shape.groups(freed_after_forward=False))
     tied = LlamaShape.read(FOLDER / "llama3.2-1B")
-    assert tied.groups(separate_embedding=True) == tied.groups()
-    assert tied.groups()[-1].shapes == ((128256, 2048), (2048,))
+    assert [group.name for group in tied.groups()][::16] == ["blocks.0", "output"]
     assert tied.keys == 512 and tied.queries == 2048
 
 
@@ -147,5 +145,3 @@ def test_options_that_contradict_the_file_are_refused(
 ) -> None:
     assert main(["plan", "--hf-config", str(FOLDER / "llama-tiny"), *arguments]) == 2
     assert message in capsys.readouterr().err
-    assert main(["plan", "--separate-embedding"]) == 2
-    assert "no effect without --hf-config" in capsys.readouterr().err
