@@ -235,8 +235,9 @@ def _preprocess(config: PreprocessConfig) -> int:
     summary="predict the gain on a cluster",
     settings="sdp4bit_lab.plan.config:PlanConfig",
     packages=("rich", "matplotlib", *_CONFIG_FILE),
-    shown="""strategy model_card cluster device probe nodes devices_per_node inter_bandwidth intra_bandwidth
-    device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation engine overlap json plot""",
+    shown="""strategy model_card hf_config cluster device probe nodes devices_per_node inter_bandwidth
+    intra_bandwidth device_tflops tensor_parallel pipeline_parallel micro_batch_size accumulation
+    engine overlap json plot""",
 )
 def _plan(config: PlanConfig) -> int:
     """Predict the gain of quantized communication on a cluster: bytes, step time, memory and a

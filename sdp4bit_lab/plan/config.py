@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from sdp4bit_lab.plan.devices import (
 from sdp4bit_lab.plan.host import HostName, HostTime, host_time
 from sdp4bit_lab.plan.latency import Latency
 from sdp4bit_lab.plan.layout import ParallelLayout
+from sdp4bit_lab.plan.llama import LONGEST_DEFAULT, LlamaShape
 from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups, with_adapters
 from sdp4bit_lab.plan.step import Plan, plan_step
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
@@ -214,6 +216,9 @@ class PlanConfig:
     strategy: Strategy | None = None
     """Communication strategy. Default: sdp4bit, unless --quantized-weights or --quantized-gradients is
     set."""
+    hf_config: Path | None = None
+    """The config.json of a Llama or Mistral model of Hugging Face's transformers, instead of --preset. The
+    default batch is one sequence of 8192 tokens."""
     lora_rank: int | None = None
     """Freeze the model and train LoRA adapters of this rank on all matrices of the blocks (FSDP2)."""
     json: bool = False
@@ -235,7 +240,17 @@ class PlanConfig:
             self.lora_rank is None or (self.layout.engine == "fsdp2" and self.layout.tensor_parallel == 1),
             "--lora-rank supports FSDP2 without tensor parallelism: remove --tp and --engine",
         )
-        _ = self.quantization
+        layout = self.layout
+        require(
+            self.hf_config is None or layout.tensor_parallel == layout.pipeline_parallel == 1,
+            "--hf-config supports data parallelism alone: remove --tp and --pp",
+        )
+        has_sizes = replace(self.model, sequence_length=None) != PlanModelConfig()
+        require(
+            self.hf_config is None or not has_sizes,
+            "--hf-config has all sizes of the model: remove --preset, --num-layers and the like",
+        )
+        _ = self.quantization, self.llama
 
     @property
     def quantization(self) -> SDP4BitConfig:
@@ -245,9 +260,16 @@ class PlanConfig:
     def strategy_name(self) -> str:
         return self.communication.strategy_name(self.strategy)
 
+    @cached_property
+    def llama(self) -> LlamaShape | None:
+        """Sizes in --hf-config."""
+        return None if self.hf_config is None else LlamaShape.read(self.hf_config)
+
     @property
     def model_name(self) -> str:
         """Preset, or layers x hidden size if these are not the preset's."""
+        if self.llama is not None:
+            return self.llama.name
         shape = self.shape
         is_card = (shape.layers, shape.hidden) == (self.model.card.layers, self.model.card.hidden)
         return self.model.model_card if is_card else f"{shape.layers} x {shape.hidden}"
@@ -258,30 +280,41 @@ class PlanConfig:
 
     @property
     def parameters(self) -> int:
-        return sum(group.numel for group in self._adapted(gpt_groups(self.shape)))
+        groups = gpt_groups(self.shape) if self.llama is None else self.llama.groups()
+        return sum(group.numel for group in self._adapted(groups))
+
+    @property
+    def _flops_per_sequence(self) -> float:
+        if self.llama is None:
+            return self.shape.flops_per_sample(self.model.tokens)
+        tokens = self.model.sequence_length or min(LONGEST_DEFAULT, self.llama.positions)
+        return self.llama.flops_per_sample(tokens)
+
+    def _groups(self) -> tuple[ShardedGroup, ...]:
+        layout = self.layout
+        if self.llama is not None:
+            return self.llama.groups(freed_after_forward=layout.reshard_after_forward)
+        return gpt_groups(
+            self.shape,
+            tensor_parallel=layout.tensor_parallel,
+            pipeline_parallel=layout.pipeline_parallel,
+            freed_after_forward=layout.reshard_after_forward,
+        )
 
     def _adapted(self, groups: tuple[ShardedGroup, ...]) -> tuple[ShardedGroup, ...]:
         return groups if self.lora_rank is None else with_adapters(groups, rank=self.lora_rank)
 
     @property
     def resolved_layout(self) -> ParallelLayout:
-        size = self.layout.micro_batch_size or self.model.card.micro_batch_size
+        size = self.layout.micro_batch_size or (1 if self.llama else self.model.card.micro_batch_size)
         return replace(self.layout, micro_batch_size=size)
 
     def plan(self, cluster: Cluster) -> Plan:
         """Return the plan; SettingError if model, layout and cluster are incompatible."""
-        layout = self.resolved_layout
-        groups = self._adapted(
-            gpt_groups(
-                self.shape,
-                tensor_parallel=layout.tensor_parallel,
-                pipeline_parallel=layout.pipeline_parallel,
-                freed_after_forward=layout.reshard_after_forward,
-            )
-        )
+        layout, groups = self.resolved_layout, self._adapted(self._groups())
         return plan_step(
             flat_buffer(groups) if layout.engine == "megatron" else groups,
-            flops_per_sequence=self.shape.flops_per_sample(self.model.tokens),
+            flops_per_sequence=self._flops_per_sequence,
             cluster=cluster,
             layout=layout,
             config=self.quantization,

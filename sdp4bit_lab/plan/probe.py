@@ -26,6 +26,7 @@ from sdp4bit.quantization.layout import message_layout, round_up
 from sdp4bit.quantization.random import RoundingKey, derive_keys
 from sdp4bit.traffic import Grid, format_bytes
 from sdp4bit_lab.common.files import wrapped, write_atomically
+from sdp4bit_lab.common.machine import pasted, software
 from sdp4bit_lab.common.progress import end_progress, phase
 from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, run_on_all_ranks
 from sdp4bit_lab.common.settings import SettingError
@@ -115,6 +116,7 @@ def measure(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
         "added_host_seconds": host.added,
         "host_computes": device.type == "cpu",
         "measured": {
+            "software": software(device),
             "torch": torch.__version__,
             "backend": dist.get_backend(),
             "kernels": ops.backend_name(device.type),
@@ -216,7 +218,8 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
         out: written file.
     """
     measured, nodes, per_node = result["measured"], result["nodes"], result["devices_per_node"]
-    lines = [f"{result['name']}: {nodes} nodes with {per_node} rank{'s' * (per_node > 1)} each"]
+    shape = f"{nodes} node{'s' * (nodes > 1)} with {per_node} rank{'s' * (per_node > 1)} each"
+    lines = []
     links = {level: Link(**measured[level]) for level in ("intra", "inter") if measured[level]}
     for level, name, ranks in (
         ("intra", "intra-node, per rank", 1),
@@ -253,5 +256,7 @@ def describe(result: dict[str, Any], *, out: Path) -> str:
     if nodes > measured["hosts"]:
         lines.append(f"note: {nodes} nodes on {measured['hosts']} host, without a network between them")
     how = page("planning#your-cluster")
-    lines.append(f"next: sdp4bit plan --probe {out} --device-tflops X; to measure X: {how}")
-    return wrapped(lines)
+    named = [f"{result['name']}: {shape}", *lines]
+    following = f"next: sdp4bit plan --probe {out} --device-tflops X; to measure X: {how}"
+    report = [measured["software"], f"{shape}, {measured['backend']}, {measured['hosts']} host names", *lines]
+    return wrapped([*named, following]) + "\n" + pasted(report)

@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from sdp4bit_lab.common.files import write_atomically
+from sdp4bit_lab.common.machine import pasted, software
 from sdp4bit_lab.common.ranks import Ranks, broadcast_from_rank0
 from sdp4bit_lab.common.settings import EXIT_FAILED
 from sdp4bit_lab.selftest.check import Check, Context, Outcome, run_checks
@@ -53,6 +54,7 @@ def selftest(config: SelftestConfig, *, ranks: Ranks) -> dict[str, Any]:
         "passed": not failed,
         "result": _result(outcomes),
         "ranks": ranks.world_size,
+        "software": software(ranks.device),
         "checks": [outcome.as_dict() for outcome in outcomes],
     }
     broadcast_from_rank0(lambda: _report(config, outcomes, result))
@@ -85,7 +87,21 @@ def _report(config: SelftestConfig, outcomes: Sequence[Outcome], result: dict[st
     lines.append(textwrap.fill(f"Result: {result['result']}.", _WIDTH))
     if config.json is not None:
         lines.append(f"Attach {config.json} to bug reports.")
+    lines.append(pasted(_summary(outcomes, result)))
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _summary(outcomes: Sequence[Outcome], result: dict[str, Any]) -> list[str]:
+    """Return the lines to paste. A failure's message may name a machine, so its check alone is given."""
+    facts = next((outcome.findings for outcome in outcomes if outcome.name == "facts"), {})
+    ranks = facts.get("ranks", [])
+    hosts = f" on {len({rank['host'] for rank in ranks})} machines, {facts['backend']}" if ranks else ""
+    checks = ", ".join(f"{outcome.name} {outcome.result}" for outcome in outcomes)
+    return [
+        result["software"],
+        f"{result['ranks']} ranks{hosts}: {checks}",
+        *([] if outcomes[-1].failure else [result["result"]]),
+    ]
 
 
 def _row(name: str, result: str, seconds: str, about: str) -> str:

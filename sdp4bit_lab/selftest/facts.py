@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from sdp4bit.collectives.topology import host_name
 from sdp4bit.quantization import ops
+from sdp4bit_lab.common.machine import device_name, nccl_version
 from sdp4bit_lab.common.ranks import gather_over_ranks
 from sdp4bit_lab.selftest.check import Context
 
@@ -30,7 +31,7 @@ def check_facts(context: Context) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "host": host_name(),
         "local_world_size": context.ranks.local_world_size,
-        "device": _device_name(device),
+        "device": device_name(device),
         "device_uuid": str(properties.uuid) if properties else None,
         "memory_bytes": properties.total_memory if properties else None,
         "peer_access": _peer_access(device),
@@ -38,7 +39,7 @@ def check_facts(context: Context) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if context.is_cuda else None,
+        "nccl": nccl_version(device),
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -96,13 +97,6 @@ def warnings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "some GPUs of a host have no peer access (P2P): their messages pass through host memory"
     if any(rank["kernels"] == "reference" for rank in ranks):
         yield "no fast kernels: install triton (GPU) or numba (CPU); the PyTorch reference is very slow"
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"CPU ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
 
 
 def _peer_access(device: torch.device) -> bool | None:

@@ -136,6 +136,6 @@ def test_the_kubernetes_example_has_the_fields_of_kubeflow_trainer() -> None:
     )
     import yaml
 
-    job = yaml.safe_load((ROOT / "examples/kubeflow.yaml").read_text())
+    job = yaml.safe_load((ROOT / "examples/cluster/kubeflow.yaml").read_text())
     # The models leave out fields that they do not know.
     assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job

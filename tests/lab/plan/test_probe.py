@@ -16,6 +16,7 @@ from sdp4bit.config import GradientConfig
 from sdp4bit.traffic import Grid
 from sdp4bit_lab.cli import main
 from sdp4bit_lab.common.launch.config import RanksConfig
+from sdp4bit_lab.common.machine import PASTE
 from sdp4bit_lab.common.settings import RunError
 from sdp4bit_lab.plan.config import ProbeConfig
 from sdp4bit_lab.plan.host_probe import measure_host
@@ -121,10 +122,16 @@ def test_the_spread_is_shown_and_a_node_that_is_slower_inside_is_pointed_out(
         "inter": vars(link(1e-5)),
         **{f"quantization_{end}": 1.0 for end in ("seconds", "fastest", "slowest")},
         **{"quantization_bytes": 1e9, "rounds": 5, "kernels": "x", "hosts": 2},
+        **{"software": "CPU; sdp4bit 1, torch 2", "backend": "gloo"},
     }
     ends = {"name": "somewhere", "nodes": 2, "devices_per_node": 4, "quantization_bandwidth": 1e9}
     ends |= {"host_seconds": 4e-3, "added_host_seconds": added}
-    text = " ".join(describe({**ends, "measured": measured}, out=Path("probe.json")).split())
+    printed = describe({**ends, "measured": measured}, out=Path("probe.json"))
+    _, _, pasted = printed.partition(PASTE)
+    assert "somewhere" not in pasted and "first-hour" in pasted
+    assert "\nCPU; sdp4bit 1, torch 2\n2 nodes with 4 ranks each, gloo, 2 host names\n" in pasted
+    assert pasted.count("400 MB/s per direction") == 1 and "quantization (x)" in pasted
+    text = " ".join(printed.split())
     assert "inter-node, per node: 400 MB/s per direction (200 MB/s to 400 MB/s in 5 rounds)" in text
     warning = "WARNING: a rank is slower inside its node (10 MB/s) than between nodes (100 MB/s)"
     assert (warning in text) == (intra_seconds > 1e-5)

@@ -14,6 +14,7 @@ from sdp4bit.config import GradientConfig
 from sdp4bit.kernels.cpu import backend as numba_backend
 from sdp4bit.quantization import ops
 from sdp4bit_lab.common.launch.config import RanksConfig
+from sdp4bit_lab.common.machine import PASTE
 from sdp4bit_lab.common.ranks import Ranks
 from sdp4bit_lab.selftest import kernels, streams
 from sdp4bit_lab.selftest.cases import ALL_BITS, HOPS, SHAPES, dequantize_reduce_quantize
@@ -22,9 +23,10 @@ from sdp4bit_lab.selftest.check import (
     CheckSkippedError,
     Context,
     OtherRankFailedError,
+    Outcome,
     run_checks,
 )
-from sdp4bit_lab.selftest.command import selftest
+from sdp4bit_lab.selftest.command import _report, selftest
 from sdp4bit_lab.selftest.config import CHECKS, SelftestConfig
 from sdp4bit_lab.selftest.exchanges import check_exchanges
 from sdp4bit_lab.selftest.facts import warnings_of
@@ -142,6 +144,24 @@ def test_a_failure_ends_the_test_on_all_ranks_with_the_way_to_repeat_it(tmp_path
         assert code == 1
     result = json.loads(path.read_text())
     assert not result["passed"] and result["result"].startswith("streams failed: do not train")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lines_to_paste_name_no_machine(fails, capsys):
+    facts = {"backend": "nccl", "ranks": [{"host": "secret1"}, {"host": "secret2"}]}
+    message = {"rank": 1, "message": "secret2 sends 3 wrong values", "case": "x"} if fails else {}
+    outcomes = [
+        Outcome(name="facts", findings=facts),
+        Outcome(name="kernels", result="failed" if fails else "passed", failure=message),
+    ]
+    verdict = "kernels failed: report it" if fails else "all checks passed; enable it"
+    result = {"result": verdict, "ranks": 2, "software": "H100; torch 2"}
+    _report(SelftestConfig(), outcomes, result)
+    _, _, pasted = capsys.readouterr().out.partition(PASTE)
+    ended = "failed" if fails else "passed"
+    assert f"H100; torch 2\n2 ranks on 2 machines, nccl: facts passed, kernels {ended}\n" in pasted
+    assert ("all checks passed; enable it" in pasted) != fails
+    assert "secret" not in pasted and "first-hour" in pasted
 
 
 # -- every check can fail -------------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""The files of examples/cluster as they are: on two nodes of Slurm, and on two machines without it.
+
+Layer: network namespaces with a shaped link; Debian's Slurm; torchrun; the examples' own program on CPUs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cluster_network import reason_to_skip
+from sdp4bit_lab.common.machine import PASTE
+from tests import ROOT
+from tests.lab.common.launch.slurm_nodes import (
+    NAMES,
+    Machines,
+    environment,
+    reason_against_slurm,
+    slurm_nodes,
+)
+from tests.ranks import run_ranks
+
+STEPS = 24
+RATE, MEGABITS = "200mbit", 200
+SITE = {
+    "RANKS_PER_NODE": "1",
+    "SELFTEST": "--device cpu --only facts,collectives",
+    "PROBE": "--megabytes 4 --rounds 3 --host-rounds 3",
+    "PLAN": "--preset 125M --device-tflops 0.1",
+}
+"""Variables of a machine without GPUs, for small models."""
+
+
+def losses(text: str) -> list[tuple[int, float]]:
+    return [(int(step), float(loss)) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", text, re.M)]
+
+
+def train_undisturbed() -> list[tuple[int, float]]:
+    sys.path.insert(0, str(ROOT / "examples"))
+    run = importlib.import_module("launched").Run(torch.device("cpu"), topology=1)
+    return [(step, run.train_step()) for step in range(1, STEPS + 1)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[tuple[int, float]]:
+    return run_ranks(train_undisturbed, 2)[0]
+
+
+def assert_steps(text: str) -> None:
+    """The five steps have printed what first_hour.sh and the page lead a user to expect."""
+    # A machine trains, and waits, while the first one still plans.
+    for steps in ((1, 2, 3, 4), (3, 5)):
+        places = [text.index(f"== {number}. ") for number in steps]
+        assert places == sorted(places)
+    assert re.findall(r"^== 1\. network: (node\d) reaches (\S+) by eth0$", text, re.M)
+    assert "2 ranks on 2 hosts" in text and "Result: all checks passed" in text
+    (rate,) = set(re.findall(r"^inter-node, per node: ([\d.]+) MB/s per direction", text, re.M))
+    # At most the link's rate; on a busy machine it may be any part of it.
+    assert 0 < float(rate) < MEGABITS / 8
+    assert re.search(r"^recommendation: .* times as fast as", text, re.M)
+    pasted = re.findall(rf"^{re.escape(PASTE)}-*$(.*?)^-+$", text, re.M | re.S)
+    assert len(pasted) == 2 and not any(name in block for name in NAMES for block in pasted)
+    assert re.search(r"^layers\.0 .* 2 x 1 ", text, re.M)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.skipif(reason_against_slurm() is not None, reason=str(reason_against_slurm()))
+def test_a_job_of_slurm_goes_through_the_five_steps_and_survives_a_lost_node(
+    undisturbed: list[tuple[int, float]], tmp_path: Path
+) -> None:
+    output, program = tmp_path / "slurm.out", ["examples/launched.py", f"--checkpoints={tmp_path}/saved"]
+    with slurm_nodes(rate=RATE) as (slurm, machines):
+        job = ["sbatch", f"--output={output}", "examples/cluster/slurm.sbatch", *program, f"--steps={STEPS}"]
+        assert "Submitted batch job 1" in slurm.run(*job, OUT=str(tmp_path / "out"), **SITE)
+        slurm.wait_for(lambda: output.exists() and "step 6: loss" in output.read_text(), seconds=900)
+        machines.lose(1)
+        slurm.wait_for(lambda: "down" in slurm.run("sinfo", "--noheader", "--format=%T", "--nodes=node1"))
+        lost = output.read_text()
+        slurm.start_node(1)
+        slurm.wait_for(lambda: "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", "1"))
+        assert "Restarts=1" in slurm.run("scontrol", "show", "job", "1")
+    text = output.read_text()
+    after = text.removeprefix(lost)
+    assert_steps(lost + "".join(re.findall(r"^layers\.0 .*$", after, re.M)))
+    # The job trains at once when it is queued again, from its last checkpoint.
+    assert "== 2." not in after and "== 5. train" in after
+    (resumed,) = map(int, re.findall(r"^resumed at step (\d+)$", after, re.M))
+    assert 4 <= resumed < STEPS
+    before, again = losses(lost), losses(after)
+    assert before == undisturbed[: len(before)] and len(before) >= 6
+    assert again == undisturbed[resumed:]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip()))
+def test_two_machines_without_a_scheduler_go_through_the_five_steps(
+    undisturbed: list[tuple[int, float]], tmp_path: Path
+) -> None:
+    program = ["examples/launched.py", f"--checkpoints={tmp_path}/saved", f"--steps={STEPS}"]
+    outputs = [tmp_path / f"machine{number}.out" for number in range(2)]
+    with Machines(rate=RATE) as machines:
+        started = []
+        for number, output in enumerate(outputs):
+            variables = environment(HEAD="10.77.0.1", OUT=str(tmp_path / f"out{number}"), **SITE)
+            with output.open("w") as file:
+                pipes = {"stdout": file, "stderr": subprocess.STDOUT, "env": variables}
+                started.append(machines.start(number, ["examples/cluster/first_hour.sh", *program], **pipes))
+        codes = [process.wait(timeout=900) for process in started]
+    texts = [output.read_text() for output in outputs]
+    assert codes == [0, 0], "\n".join(text[-3000:] for text in texts)
+    # The machine of rank 0 prints and plans, which either may be.
+    first, other = sorted(texts, key=lambda text: "== 4. plan" in text, reverse=True)
+    assert_steps(first)
+    assert losses(first) == undisturbed
+    assert re.findall(r"^== (\d)", other, re.M) == ["1", "2", "3", "5"]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"HEAD": ""}, "set HEAD to the address of the first machine, as the second one sees it"),
+        ({"HEAD": "localhost"}, "on this machine, which the others cannot reach: set HEAD to its address"),
+        ({"HEAD": "no.such.host.invalid"}, "the name no.such.host.invalid is not known here"),
+        ({"HEAD": "10.0.0.1", "INTERFACE": "lo", "STEPS": "test"}, "test is no step"),
+        ({"HEAD": "10.0.0.1", "INTERFACE": "lo", "STEPS": "train"}, "step 5 needs the training program"),
+    ],
+)
+def test_values_that_cannot_work_end_before_a_rank_waits(
+    variables: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        ["examples/cluster/first_hour.sh"],
+        cwd=ROOT,
+        env=environment(OUT=str(tmp_path), **variables),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2 and message in done.stderr, done.stderr
