@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig
+from sdp4bit.observe.stats import ModelState
+from sdp4bit.traffic import Traffic
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
@@ -51,6 +53,15 @@ def said(function: Callable[[], object]) -> list[str]:
     return [str(w.message) for w in caught if "nothing was sent" in str(w.message)]
 
 
+def test_silence_is_nothing_new_after_something() -> None:
+    state = ModelState([])
+    state.expects_silence = True
+    for sent, is_silent in ((0, False), (0, False), (3, False), (3, True), (4, False), (4, True)):
+        state.retired = Traffic(collectives=sent)  # of groups that the engine has dropped
+        state.note_step_of(state)
+        assert state.is_silent == is_silent
+
+
 def replace_the_wrapper() -> None:
     model, comm = model_of("DDP")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -66,7 +77,7 @@ def replace_the_wrapper() -> None:
     stats = comm.stats()
     assert comm.log_values() == {} and stats["compression_ratio"] is None
     assert stats["total"] == total and set(stats["last_step"].values()) == {0}
-    assert {group["inter_bytes"] for group in comm.group_stats()} == {0}
+    assert {(group["inter_bytes"], group["compression_ratio"]) for group in comm.group_stats()} == {(0, None)}
     text = comm.explain()
     assert " ".join(text.split()).endswith("with this state") and "nothing was sent since step 2" in text
     assert [line.split()[-2:] for line in text.splitlines() if line.startswith("total")] == [["-", "-"]]

@@ -119,7 +119,11 @@ SOURCES = (
             f"{TIMING}::test_blocks_take_turns_and_all_ranks_are_told_the_slowest_rank_s_time",
         ),
         (
-            M("tuple(max(step) for step", "tuple(min(step) for step"),
+            M(
+                "tuple(max(step) for step",
+                "tuple(min(step) for step",
+                tests=(f"{TIMING}::test_the_slowest_rank_counts",),
+            ),
             M(
                 "statistics.median(plain) / statistics.median(ours)",
                 "statistics.median(ours) / statistics.median(plain)",
