@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch import Tensor
 
-from sdp4bit.collectives.all_reduce import PieceQuantizer
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
-from sdp4bit.quantization.random import RoundingKey
+from sdp4bit.quantization.tables import Table
 
 Key = tuple[int, int, int, int]
 
@@ -28,25 +26,16 @@ def drawn_keys(*, expected: bool = True) -> Iterator[list[Key]]:
         expected: whether any key must be drawn, or none may be.
     """
     keys: list[Key] = []
-    of_part, quantize = QuantizedReduceScatter._rounding_key, PieceQuantizer.quantize
+    run = Table.run
 
-    def note(key: RoundingKey | None) -> RoundingKey | None:
-        if key is not None:
-            keys.append((key.k0, key.k1, key.first, key.sender))
-        return key
+    def noted(table: Table, call: int, *tensors: Tensor) -> None:
+        for each in table.calls:
+            if "rounding" in each.sources:
+                key = each.bind(call, tensors)["rounding"]
+                keys.append((key.k0, key.k1, key.first, key.sender))
+        run(table, call, *tensors)
 
-    def part_key(collective: QuantizedReduceScatter, *args: Any) -> RoundingKey | None:
-        return note(of_part(collective, *args))
-
-    def pieces(quantizer: PieceQuantizer, plan: Any, *args: Any, call: int, row: int, **options: Any) -> None:
-        for section in plan.sections:
-            note(quantizer._key(section.call(call), row))
-        quantize(quantizer, plan, *args, call=call, row=row, **options)
-
-    with (
-        mock.patch.object(QuantizedReduceScatter, "_rounding_key", part_key),
-        mock.patch.object(PieceQuantizer, "quantize", pieces),
-    ):
+    with mock.patch.object(Table, "run", noted):
         yield keys
     assert bool(keys) == expected, f"{len(keys)} keys were drawn"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +14,11 @@ from sdp4bit.collectives.chunks import group_unit
 from sdp4bit.collectives.plan import AllReducePlan, Plans, is_long_enough, piece_count, plan_all_reduce
 from sdp4bit.collectives.reduce_scatter import (
     QuantizedReduceScatter,
-    SectionValues,
+    RecordedReduction,
     count_nonfinite,
     upper_halves,
 )
-from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.scratch import Messages, Records, Scratch
 from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.collectives.streams import pipelined, run
 from sdp4bit.collectives.topology import Nodes, Topology
@@ -26,7 +28,8 @@ from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.formats import Bits
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
-from sdp4bit.quantization.random import KeySeries, RoundingKey, Stage, derive_keys, derive_series, pack_stream
+from sdp4bit.quantization.random import KeySeries, KeySource, RoundingKey, Stage, derive_series, key_source
+from sdp4bit.quantization.tables import Table, record, stand_in
 from sdp4bit.traffic import PLACES, TrafficCounter
 
 
@@ -66,84 +69,112 @@ class PieceQuantizer:
         )
 
     def quantize(
-        self, plan: AllReducePlan, pieces: Sequence[Tensor], out: Sequence[Tensor], *, call: int, row: int
-    ) -> None:
-        """Write the message that carries a rank's pieces of all sections.
+        self,
+        plan: AllReducePlan,
+        pieces: Sequence[Tensor],
+        out: Sequence[Tensor],
+        *,
+        row: int,
+        moving: Sequence[Tensor] = (),
+    ) -> Table:
+        """Return the operators that write the message with a rank's pieces of all sections.
 
         Args:
             pieces: [n] each, fp32, bf16 or fp16.
             out: parts of the message, uint8 [1, nbytes].
             row: row of the rank in the group, for the rounding bits.
+            moving: stand-ins of which pieces may be views.
         """
-        kernels = ops.backend_of(out[0].device, plan.layouts)
-        for i, section in enumerate(plan.sections):
-            kernels.hadamard_quantize(
+        key = None if self._rounding == "nearest" else self._key(row)
+        calls = [
+            record(
+                ops.hadamard_quantize,
+                {"rounding": None if key is None else self._source(section, self._sender(row))},
                 pieces[i].view(1, 1, -1),
                 out=out[i],
                 layout=plan.message.layouts[i],
                 hadamard=self._hadamard,
-                rounding=None if self._rounding == "nearest" else self._key(section.call(call), row),
+                rounding=key,
                 skip=None,
                 blocks=None,
             )
+            for i, section in enumerate(plan.sections)
+        ]
+        return Table(calls, moving=moving)
 
     def restore(
         self,
         plan: AllReducePlan,
         messages: Sequence[Tensor],
         taken: Sequence[Tensor],
-        values: Tensor,
         *,
-        call: int,
         multiplier: float = 1.0,
-    ) -> None:
-        """Write the pieces of all ranks, times the multiplier, to their places.
+        moving: Sequence[Tensor] = (),
+    ) -> Table:
+        """Return the operators that write the pieces of all ranks, times the multiplier, to their places.
 
         Args:
             messages: parts of the messages, uint8 [ranks, nbytes], in the order of the ranks.
-            taken: the sections of the values, [m] each, contiguous: views, or copies to write to first.
-            values: [n], fp32, bf16 or fp16, contiguous.
+            taken: the sections of the values, [m] each, contiguous: views, or copies.
+            moving: stand-ins of which they may be views.
         """
-        kernels = ops.backend_of(values.device, plan.layouts)
         inverse = multiplier * INVERSE_FACTOR if self._hadamard else multiplier
-        for i, (section, target) in enumerate(zip(plan.sections, taken, strict=True)):
+        series = self._series()
+        calls = [
             # All pieces of a section in one launch, so that its cost does not grow with the ranks.
-            kernels.dequantize_reduce_pieces(
+            record(
+                ops.dequantize_reduce_pieces,
+                {"dither": None if series is None else self._source(section, self._ranks[0])},
                 messages[i],
-                out=target,
+                out=taken[i],
                 layout=plan.message.layouts[i],
                 pieces=plan.count,
                 stride=plan.strides[i],
                 hadamard=self._hadamard,
                 multiplier=inverse,
-                dither=self._series(section.call(call)),
+                dither=series,
             )
-            section.put(target, values)
+            for i, section in enumerate(plan.sections)
+        ]
+        return Table(calls, moving=moving)
 
-    def _series(self, call: int) -> KeySeries | None:
-        """Return the keys with which the dither of all pieces is subtracted."""
+    def _series(self) -> KeySeries | None:
+        """Return the keys with which the dither of all pieces is subtracted, without the bits of a call."""
         if self._rounding != "dither":
             return None
-        return derive_series(self._seed, self._stream(call, self._ranks[0]), rank_step=self._ranks.step)
+        return derive_series(0, 0, rank_step=self._ranks.step)._replace(start=0)
 
-    def _stream(self, call: int, rank: int) -> int:
-        return pack_stream(step=call, bucket=self._bucket, stage=Stage.GATHER, rank=rank)
+    def _source(self, section: Section, rank: int) -> KeySource:
+        return key_source(
+            self._seed,
+            count=section.count,
+            number=section.number,
+            bucket=self._bucket,
+            stage=Stage.GATHER,
+            rank=rank,
+        )
 
-    def _key(self, call: int, row: int) -> RoundingKey:
-        is_dither, sender, rank = self._rounding == "dither", row // self.count, self._ranks[row]
-        if is_dither:
-            # Ranks with the same piece share the key of the first one, so that a receiver derives it once.
-            rank = self._ranks[row % self.count]
-        keys = derive_keys(self._seed, self._stream(call, rank))
-        return RoundingKey(*keys, dither=is_dither, sender=sender)
+    def _sender(self, row: int) -> int:
+        # With dither, ranks with the same piece share the key of the first one, so that a receiver derives it
+        # once.
+        return self._ranks[row % self.count if self._rounding == "dither" else row]
+
+    def _key(self, row: int) -> RoundingKey:
+        """Return the key of a rank, without the bits of a call."""
+        return RoundingKey(0, 0, dither=self._rounding == "dither", sender=row // self.count)
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return values [n], fp32, contiguous, as they arrive in a message of the first rank."""
         result = torch.empty_like(values)
         group_size = self._config.inter_group_size if self._grid.nodes > 1 else self._config.intra_group_size
-        layout = Section().layout(values.numel(), bits=self.bits, group_size=group_size)
+        layout, source = Section().layout(values.numel(), bits=self.bits, group_size=group_size), None
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
-        key = None if self._rounding == "nearest" else self._key(0, 0)
+        key, series = None, self._series()
+        if self._rounding != "nearest":
+            source = self._source(Section(), self._ranks[0])
+            k0, k1 = source.keys(0)
+            key = self._key(0)._replace(k0=k0, k1=k1)
+            series = series and series._replace(start=source.counter(0))
         rows = values.view(1, 1, -1)
         ops.hadamard_quantize(rows, out=message, layout=layout, hadamard=self._hadamard, rounding=key)
         ops.dequantize_reduce_pieces(
@@ -154,9 +185,26 @@ class PieceQuantizer:
             stride=0,
             hadamard=self._hadamard,
             multiplier=INVERSE_FACTOR if self._hadamard else 1.0,
-            dither=self._series(0),
+            dither=series,
         )
         return result
+
+
+class RecordedAllReduce(NamedTuple):
+    """The operators of an all-reduce, and its buffers, which stay."""
+
+    copies: dict[int, Tensor]
+    """Copies of sections whose ranges are apart, by their index."""
+    reduction: RecordedReduction
+    quantize: Table
+    message: Messages
+    gathered: tuple[Messages, ...]  # as many as the plan has gathers
+    restore: Table
+
+    @property
+    def tables(self) -> list[Table]:
+        """See :class:`sdp4bit.collectives.scratch.Recorded`."""
+        return [*self.reduction.tables, self.quantize, self.restore]
 
 
 class QuantizedAllReduce:
@@ -214,6 +262,7 @@ class QuantizedAllReduce:
             scratch=self._scratch,
             name=f"{name} over the replicate dimension",
         )
+        self._records = Records[RecordedAllReduce](self._scratch)
         self._range = f"sdp4bit::all_reduce ({name})"
         what = f"quantized gradient all-gather of {name} over the replicate dimension"
         self._what = {level: f"{what}, {place}" for level, place in PLACES.items()}
@@ -258,47 +307,82 @@ class QuantizedAllReduce:
             nonfinite: see QuantizedReduceScatter; counts the messages that this rank sends in step 3.
             sections: sections that make up the values; () for a single one. A rank has a piece of each.
         """
-        topology, numel, device = self._topology, values.numel(), values.device
+        topology, numel = self._topology, values.numel()
         if topology.size == 1 or not numel:
             if multiplier != 1.0:
                 values.mul_(multiplier)
             return
         with profiler_range(self._range):
-            # 1. Reduce-scatter of one piece per section.
             plan = self.plan(sections or whole_row(numel))
-            taken = [section.take(values) for section in plan.sections]
-            own: Sequence[Tensor] = taken
+            recorded = self._records.of(
+                *(plan, multiplier, values.dtype),
+                device=values.device,
+                make=partial(self._record, plan, values, multiplier),
+            )
+            for i, copy in recorded.copies.items():
+                copy.copy_(plan.sections[i].take(values))
+
+            # 1. Reduce-scatter of one piece per section.
             if plan.reduce.hops:
-                own = torch.empty(sum(plan.lengths), dtype=torch.float32, device=device).split(plan.lengths)
-                chosen = [SectionValues(pieces_of(each, plan, i), own[i]) for i, each in enumerate(taken)]
                 with profiler_range(self._reduction.range):
-                    run(pipelined(self._reduction.reduce(plan.reduce, chosen, call=call)))
-                del chosen
+                    chunks = self._reduction.run(recorded.reduction, (values,) * 3, call=call)
+                    run(pipelined(chunks))
             # The bytes of a ring all-reduce.
             self._traffic.count_plain(round(2 * values.nbytes / topology.size))
 
-            # 2. One message per rank. Without slots: this call runs to its end on one stream, so the
-            # next one finds all buffers free.
-            messages = self._scratch.split("gather send", 1, plan.message, device=device)
-            self._pieces.quantize(plan, own, messages.parts, call=call, row=topology.row)
+            # 2. One message per rank.
+            recorded.quantize.run(call, values)
+            messages = recorded.message
             if nonfinite is not None:
                 nonfinite += count_nonfinite([*map(upper_halves, messages.parts, plan.message.layouts)])
 
             # 3. and 4. All-gather in the levels of the reduce-scatter, from the outermost one. The messages
             # of a level are put between those that arrived before, so that message r = node * ranks_per_node
             # + local rank is row r, as step 5 expects.
-            for gather in plan.gathers:
+            for gather, gathered in zip(plan.gathers, recorded.gathered, strict=True):
                 group, count, size = topology.group(gather.level), gather.copies, gather.peers + 1
                 assert group is not None
-                name = f"gather {gather.level}"
-                gathered = self._scratch.split(name, count * size, plan.message, device=device)
                 blocks = gathered.all.view(count, size, plan.message.nbytes)
                 start_all_gather(blocks, messages.all, group, what=self._what[gather.level]).wait()
                 self._traffic.count(gather.nbytes, level=gather.level, padding_bytes=gather.padding_bytes)
                 messages = gathered
 
             # 5. Restore all pieces, this rank's own included, from the messages.
-            self._pieces.restore(plan, messages.parts, taken, values, call=call, multiplier=multiplier)
+            recorded.restore.run(call, values)
+            for i, copy in recorded.copies.items():
+                plan.sections[i].put(copy, values)
+
+    def _record(self, plan: AllReducePlan, values: Tensor, multiplier: float) -> RecordedAllReduce:
+        """Record the operators of all steps; see `__call__`."""
+        device, scratch, moving = values.device, self._scratch, stand_in(values)
+        apart = {i: each.numel for i, each in enumerate(plan.sections) if len(each.ranges) > 1}
+        memory = scratch.values("sections", sum(apart.values()), dtype=values.dtype, device=device)
+        copies = dict(zip(apart, memory.split([*apart.values()]), strict=True)) if apart else {}
+        taken = [copies[i] if i in copies else each.take(moving) for i, each in enumerate(plan.sections)]
+
+        # 1. Without a hop the pieces are the values themselves.
+        own, reduction = taken, RecordedReduction(())
+        if plan.reduce.hops:
+            sums = scratch.values("sums", sum(plan.lengths), dtype=torch.float32, device=device)
+            own = list(sums.split(plan.lengths))
+            chosen = [
+                self._reduction.values_of(plan.reduce, pieces_of(each, plan, i), own[i])
+                for i, each in enumerate(taken)
+            ]
+            reduction = self._reduction.record(plan.reduce, chosen, [moving] * 3, device=device)
+
+        # 2. Without slots: a call runs to its end on one stream, so the next one finds all buffers free.
+        message, row = scratch.split("gather send", 1, plan.message, device=device), self._topology.row
+        quantize = self._pieces.quantize(plan, own, message.parts, row=row, moving=[moving])
+
+        # 3. to 5.
+        gathered = tuple(
+            scratch.split(f"gather {each.level}", each.copies * (each.peers + 1), plan.message, device=device)
+            for each in plan.gathers
+        )
+        received = (message, *gathered)[-1].parts
+        restore = self._pieces.restore(plan, received, taken, multiplier=multiplier, moving=[moving])
+        return RecordedAllReduce(copies, reduction, quantize, message, gathered, restore)
 
     def plan(self, sections: tuple[Section, ...]) -> AllReducePlan:
         """Return the plan of values that are made up of these sections, made at their first use."""

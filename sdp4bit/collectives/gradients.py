@@ -19,6 +19,7 @@ from sdp4bit.collectives.samples import sample_of, sample_ranges
 from sdp4bit.collectives.sections import Section
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.config import GradientConfig
+from sdp4bit.grad_mode import outside_autograd
 from sdp4bit.quantization.formats import Bits
 from sdp4bit.traffic import ALONE, TrafficCounter
 
@@ -139,8 +140,7 @@ class Gradients:
 
     # -- reductions --------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def reduce(
         self, output: Tensor, input: Tensor, op: object, *, plain: Callable[[], T] | None = None
     ) -> T | None:
@@ -197,8 +197,7 @@ class Gradients:
             self.traffic.count_plain(input.nbytes // self._size)
         return {"call": call, "multiplier": multiplier, "nonfinite": nonfinite}
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def reduce_in_place(
         self,
         values: Tensor,

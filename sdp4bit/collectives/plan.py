@@ -72,6 +72,18 @@ class Transfer:
         return self.message.padding_bytes * self.copies * self.peers
 
 
+def _launches(sections: Sequence[Section], message: Message) -> int:
+    """Return the launches of an operator for sections with a part each of a message.
+
+    Sections of a kind share one: of a format and group size, read where they are or by their blocks.
+    """
+    kinds = {
+        (layout.format.name, layout.group_size, len(section.ranges) > 1)
+        for section, layout in zip(sections, message.layouts, strict=False)
+    }
+    return len(kinds)
+
+
 class Launch(NamedTuple):
     """Launches of one operator."""
 
@@ -276,7 +288,10 @@ class ReducePlan(Plan):
         if not self.hops:
             return ()
         numel = sum(each.numel for each in self.sections)
-        kernels = sum(len(chunk.parts) for chunk in self.chunks)
+        kernels = sum(
+            _launches([part.section for part in chunk.parts], chunk.transfers[0].message)
+            for chunk in self.chunks
+        )
         sent = [tuple(chunk.transfers[i] for chunk in self.chunks) for i in range(len(self.hops))]
         nbytes = [
             hop.size * sum(each.message.nbytes for each in transfers)
@@ -383,7 +398,8 @@ class RefreshPlan(Plan):
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        numel, kernels, rows = sum(each.numel for each in self.sections), len(self.sections), self.rows
+        numel, rows = sum(each.numel for each in self.sections), self.rows
+        kernels = _launches(self.sections, self.message)
         bits = self.message.layouts[0].bits if self.message.layouts else None
         transfers = tuple(each for each in (self.inter, self.intra) if each.nbytes)
         return (
@@ -493,7 +509,8 @@ class AllReducePlan(Plan):
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        numel, kernels, message = sum(self.lengths), len(self.sections), self.message
+        numel, message = sum(self.lengths), self.message
+        kernels = _launches(self.sections, message)
         bits = message.layouts[0].bits if message.layouts else None
         copies = self.grid.size // self.count
         return (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from sdp4bit.collectives.chunks import group_unit
 from sdp4bit.collectives.plan import (
     Chunk,
     Hop,
-    Message,
     Part,
     Plans,
     ReducePlan,
@@ -21,7 +21,7 @@ from sdp4bit.collectives.plan import (
     hops_of,
     plan_reduce,
 )
-from sdp4bit.collectives.scratch import Messages, Scratch
+from sdp4bit.collectives.scratch import Messages, Records, Scratch
 from sdp4bit.collectives.sections import Section, whole_row
 from sdp4bit.collectives.streams import Running, pipelined, run
 from sdp4bit.collectives.topology import Topology
@@ -32,7 +32,15 @@ from sdp4bit.quantization import ops
 from sdp4bit.quantization.formats import BF16, BLOCK, Bits
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import RoundingKey, Stage, derive_keys, pack_stream
+from sdp4bit.quantization.random import (
+    KeySource,
+    RoundingKey,
+    Stage,
+    derive_keys,
+    key_source,
+    pack_stream,
+)
+from sdp4bit.quantization.tables import Table, record, stand_in
 from sdp4bit.traffic import PLACES, Level, TrafficCounter
 
 STAGES: dict[Level, Stage] = {"intra": Stage.INTRA, "inter": Stage.INTER, "outer": Stage.OUTER}
@@ -45,19 +53,19 @@ class SectionValues(NamedTuple):
 
     rows: Tensor  # [size, m], row r for group rank r; contiguous rows, any stride between them
     output: Tensor  # [m], contiguous: receives this rank's row of the sum
+    own: Tensor  # [m], contiguous: this rank's own row, or memory for the sums of its node
     blocks: Tensor | None = None
-    """Places of the values in the rows and the output, if they are longer; see `ops.hadamard_quantize`."""
+    """Places of the values in the tensors above, if they are longer; see `ops.hadamard_quantize`."""
 
     def of(self, part: Part) -> SectionValues:
         """Return the values of a part of the section."""
         if part.is_section:
             return self
-        rows, output, blocks = self
+        *tensors, blocks = self
         if blocks is not None:
             end = part.start + part.numel
-            return SectionValues(rows, output, blocks[part.start // BLOCK : -(-end // BLOCK)])
-        start, numel = part.start, part.numel
-        return SectionValues(rows.narrow(-1, start, numel), output.narrow(0, start, numel))
+            return self._replace(blocks=blocks[part.start // BLOCK : -(-end // BLOCK)])
+        return SectionValues(*[each.narrow(-1, part.start, part.numel) for each in tensors])
 
 
 def as_dither(rounding: RoundingKey | None, *, row: int = 0) -> RoundingKey | None:
@@ -91,6 +99,51 @@ def count_nonfinite(upper: Sequence[Tensor]) -> Tensor:
     """Return the number of NaN and infinities among fp32 or bf16 numbers, by their upper 16 bits in int16."""
     exponents = torch.cat([each.flatten() for each in upper]) & _EXPONENT
     return (exponents == _EXPONENT).sum()
+
+
+class Exchange(NamedTuple):
+    """An all-to-all between buffers that stay."""
+
+    start: Callable[[], PendingTransfer]
+    received: Messages
+    level: Level
+    nbytes: int
+    padding_bytes: float
+
+
+class RecordedChunk(NamedTuple):
+    """The operators of a chunk: step 1, and per hop its all-to-all with the operators that follow it."""
+
+    chunk: Chunk
+    quantize: Table
+    exchanges: tuple[tuple[Exchange, Table], ...]
+    own_multiplier: float  # of the own part of the sum, before the last step
+
+
+class RecordedReduction(NamedTuple):
+    """The operators of all chunks of a reduction."""
+
+    chunks: tuple[RecordedChunk, ...]
+
+    @property
+    def tables(self) -> list[Table]:
+        """See :class:`sdp4bit.collectives.scratch.Recorded`."""
+        return [
+            table
+            for each in self.chunks
+            for table in (each.quantize, *[table for _, table in each.exchanges])
+        ]
+
+
+class _Rounding(NamedTuple):
+    """The key of a rounding, without the bits of a call, and their source; None for nearest."""
+
+    key: RoundingKey | None
+    source: KeySource | None
+
+    @property
+    def dither_source(self) -> KeySource | None:
+        return self.source if self.key is not None and self.key.dither else None
 
 
 class QuantizedReduceScatter:
@@ -150,6 +203,7 @@ class QuantizedReduceScatter:
         self.transport = transport or Transport(topology, self._scratch)
         self.name = name or f"group {bucket}"
         self.plans = Plans[ReducePlan]()
+        self._records = Records[RecordedReduction](self._scratch)
         # This rank's index among those that it exchanges messages with.
         self._place = {hop.level: hop.place(topology.row) for hop in self.hops}
         self.range = f"sdp4bit::reduce_scatter ({self.name})"
@@ -183,7 +237,7 @@ class QuantizedReduceScatter:
     ) -> None:
         """Reduce rows over all ranks to this rank's row of the sum, times the multiplier.
 
-        The row is reduced in chunks (`pipeline_chunks`), each in the steps of `_reduce_chunk`. At most one
+        The row is reduced in chunks (`pipeline_chunks`), each in the steps of `_run_chunk`. At most one
         more than there are hops is in flight, and the result does not depend on their number.
 
         Args:
@@ -214,11 +268,14 @@ class QuantizedReduceScatter:
         multiplier: float = 1.0,
         nonfinite: Tensor | None = None,
         sections: tuple[Section, ...] = (),
+        own: Tensor | None = None,
         in_one_chunk: bool = False,
     ) -> list[Running]:
         """Return the reductions of all chunks of a row, for the caller to run; see `__call__`.
 
         Args:
+            own: [n], a copy of this rank's row of the input, which may then be overwritten after the first
+                step; may be `output`. None if the input stays.
             in_one_chunk: Reductions of several rows may then share message buffers if the caller advances
                 each by one step in turn, oldest first.
         """
@@ -228,223 +285,275 @@ class QuantizedReduceScatter:
                 f"reduce-scatter over {size} ranks needs an input of {size} x {numel} values, got "
                 f"{input.numel()}"
             )
-        plan = self.plan(sections or whole_row(numel), in_one_chunk=in_one_chunk)
-        rows, values = input.view(size, numel), []
+        plan, rows = (
+            self.plan(sections or whole_row(numel), in_one_chunk=in_one_chunk),
+            input.view(size, numel),
+        )
+        self.traffic.count_plain(output.nbytes)
+        if not plan.hops:  # a world of one
+            output.copy_(rows[0] * multiplier)
+            return []
+        # The exact own part of the sum is this rank's row, or the sum over its node.
+        if len(plan.hops) > 1:
+            own = output if output.dtype is torch.float32 else self._own_row(output)
+        elif own is None:
+            own = rows[self._place[plan.hops[0].level]]
+        recorded = self._records.of(
+            *(plan, multiplier, rows.dtype, rows.stride(), output.dtype, own.dtype),
+            device=output.device,
+            make=partial(self._record_row, plan, rows, output, own, multiplier),
+        )
+        return self.run(recorded, (rows, output, own), call=call, nonfinite=nonfinite)
+
+    def _own_row(self, output: Tensor) -> Tensor:
+        """Return fp32 memory for the sums of the own node, if the output is less precise."""
+        numel = output.numel() if self.exact_own else 0
+        return self._scratch.values("own", numel, dtype=torch.float32, device=output.device)
+
+    def _record_row(
+        self, plan: ReducePlan, rows: Tensor, output: Tensor, own: Tensor, multiplier: float
+    ) -> RecordedReduction:
+        device, moving = output.device, [stand_in(each) for each in (rows, output, own)]
+        values = []
         for section in plan.sections:
             if len(section.ranges) == 1:
-                values.append(SectionValues(section.take(rows), section.take(output)))
+                values.append(SectionValues(*map(section.take, moving)))
             else:
-                blocks = self._scratch.table(section.blocks, device=output.device)
-                values.append(SectionValues(rows, output, blocks))
-        self.traffic.count_plain(output.nbytes)
-        return self.reduce(plan, values, call=call, multiplier=multiplier, nonfinite=nonfinite)
+                values.append(SectionValues(*moving, self._scratch.table(section.blocks, device=device)))
+        return self.record(plan, values, moving, multiplier=multiplier, device=device)
 
-    def reduce(
+    def values_of(self, plan: ReducePlan, rows: Tensor, output: Tensor) -> SectionValues:
+        """Return the values of a section that is reduced from rows [size, m] to an fp32 output [m]."""
+        return SectionValues(
+            rows, output, output if len(plan.hops) > 1 else rows[self._place[plan.hops[0].level]]
+        )
+
+    def record(
         self,
         plan: ReducePlan,
         values: Sequence[SectionValues],
+        moving: Sequence[Tensor],
         *,
-        call: int,
+        device: torch.device,
         multiplier: float = 1.0,
-        nonfinite: Tensor | None = None,
-    ) -> list[Running]:
-        """Return the reductions of all chunks of a plan, with the values of its sections."""
-        # No variable holds the values of a chunk, so each frees its own.
-        return [
-            self._reduce_chunk(
-                plan,
-                chunk,
-                [values[part.index].of(part) for part in chunk.parts],
-                call=call,
-                multiplier=multiplier,
-                nonfinite=nonfinite,
+    ) -> RecordedReduction:
+        """Record the operators of all chunks of a plan, with the values of its sections.
+
+        Args:
+            moving: the stand-ins of the rows, the output and the own row, of which values may be views.
+        """
+        chunks = []
+        for chunk in plan.chunks:
+            chosen = [values[part.index].of(part) for part in chunk.parts]
+            recorded = self._record_chunk(
+                plan.hops, chunk, chosen, moving, multiplier=multiplier, device=device
             )
-            for chunk in plan.chunks
+            chunks.append(recorded)
+        return RecordedReduction(tuple(chunks))
+
+    def _record_chunk(
+        self,
+        hops: Sequence[Hop],
+        chunk: Chunk,
+        values: Sequence[SectionValues],
+        moving: Sequence[Tensor],
+        *,
+        multiplier: float,
+        device: torch.device,
+    ) -> RecordedChunk:
+        """Record the operators of a chunk (paper, algorithm 3): one table for each step of `_run_chunk`.
+
+        All parts share a message per destination and hop.
+        """
+        parts, count = chunk.parts, range(len(chunk.parts))
+        (hop, *others), last = hops, hops[-1]
+        (transfer, *following) = chunk.transfers
+        inverse = multiplier * INVERSE_FACTOR if self.hadamard else multiplier
+        # Message `skip` of the last hop is neither written nor read if the own part of the sum is exact.
+        skip = self._place[last.level] if self.exact_own else None
+        exact = [each.own if self.exact_own else None for each in values]
+
+        # 1. Row r = node * ranks_per_node + local rank. The ranks of the first hop get their own rows and
+        # those that they forward, every size-th one.
+        sent = self.transport.messages(hop.level, "send", chunk.index, transfer.message, device=device)
+        keys = [self._rounding_key(hop, part) for part in parts]
+        quantize = [
+            record(
+                ops.hadamard_quantize,
+                {"rounding": keys[i].source},
+                values[i].rows.unflatten(0, (hop.parts, hop.size)).transpose(0, 1),
+                out=sent.parts[i],
+                layout=transfer.message.layouts[i],
+                hadamard=self.hadamard,
+                rounding=keys[i].key,
+                skip=None if others else skip,
+                blocks=values[i].blocks,
+            )
+            for i in count
         ]
 
-    def _reduce_chunk(
+        # 3. Without transforming back, because all hops have the same Hadamard blocks.
+        exchanges = []
+        for next_hop, next_transfer in zip(others, following, strict=True):
+            exchange = self._exchange(hop, sent, chunk, transfer)
+            sent = self.transport.messages(
+                next_hop.level, "send", chunk.index, next_transfer.message, device=device
+            )
+            dithers, keys = keys, [self._rounding_key(next_hop, part) for part in parts]
+            is_last = next_hop is last
+            requantize = [
+                record(
+                    ops.dequantize_reduce_quantize,
+                    {"rounding": keys[i].source, "dither": dithers[i].dither_source},
+                    exchange.received.parts[i],
+                    received=transfer.message.layouts[i],
+                    out=sent.parts[i],
+                    sent=next_transfer.message.layouts[i],
+                    rounding=keys[i].key,
+                    dither=self._dither(hop, dithers[i]),
+                    skip=skip if is_last else None,
+                    own=exact[i] if is_last else None,
+                    blocks=values[i].blocks if is_last and self.exact_own else None,
+                    hadamard=self.hadamard,
+                    multiplier=inverse,
+                )
+                for i in count
+            ]
+            exchanges.append((exchange, Table(requantize, moving=moving[1:])))
+            # `sent` are the messages of this hop from here on.
+            hop, transfer = next_hop, next_transfer
+
+        # 4. With one hop the own part of the sum is the rank's own row, else it is what step 3 wrote.
+        exchange = self._exchange(hop, sent, chunk, transfer)
+        reduce = [
+            record(
+                ops.dequantize_reduce_hadamard,
+                {"dither": keys[i].dither_source},
+                exchange.received.parts[i],
+                out=values[i].output,
+                layout=transfer.message.layouts[i],
+                hadamard=self.hadamard,
+                multiplier=inverse,
+                dither=self._dither(hop, keys[i]),
+                skip=skip,
+                own=exact[i],
+                own_multiplier=1.0 if others else multiplier,
+                blocks=values[i].blocks,
+            )
+            for i in count
+        ]
+        exchanges.append((exchange, Table(reduce, moving=moving[1:])))
+        own_multiplier = 1.0 if others else multiplier
+        return RecordedChunk(chunk, Table(quantize, moving=moving[:1]), tuple(exchanges), own_multiplier)
+
+    def run(
         self,
-        plan: ReducePlan,
-        chunk: Chunk,
-        values: list[SectionValues],
+        recorded: RecordedReduction,
+        moving: Sequence[Tensor] = (),
         *,
         call: int,
-        multiplier: float,
+        nonfinite: Tensor | None = None,
+    ) -> list[Running]:
+        """Return the reductions of all chunks that were recorded, for the tensors that move."""
+        # No variable holds the rows, so each reduction frees its own.
+        return [
+            self._run_chunk(chunk, moving[:1], moving[1:], call=call, nonfinite=nonfinite)
+            for chunk in recorded.chunks
+        ]
+
+    def _run_chunk(
+        self,
+        recorded: RecordedChunk,
+        rows: Sequence[Tensor],
+        written: Sequence[Tensor],
+        *,
+        call: int,
         nonfinite: Tensor | None,
     ) -> Running:
-        """Reduce values of sections (paper, algorithm 3), which share a message per destination and hop.
+        """Reduce values of sections (paper, algorithm 3), with a table of `_record_chunk` per step.
 
         Steps:
         1. Transform and quantize one message per rank of the first hop.
         2. All-to-all in the node, or between nodes if there is no other hop.
         3. For each further hop, between nodes and then between blocks of nodes: sum the received messages,
            requantize one message per rank of the hop; all-to-all.
-        4. Sum the messages of the last hop, transform back, and write the output.
+        4. Sum the messages of the last hop, transform back, add the own part, and write the output.
         """
-        parts, count = chunk.parts, range(len(chunk.parts))
-        if not plan.hops:  # a world of one
-            for part, each in zip(parts, values, strict=True):
-                if each.blocks is None:
-                    each.output.copy_(each.rows[0] * multiplier)
-                else:
-                    part.section.put(part.section.take(each.rows[0]) * multiplier, each.output)
-            return
-        (hop, *others), last = plan.hops, plan.hops[-1]
-        (transfer, *following) = chunk.transfers
-        outputs = [each.output for each in values]
-        blocks = [each.blocks for each in values]
-        device = outputs[0].device
-        kernels = ops.backend_of(device, plan.layouts)
-        inverse = multiplier * INVERSE_FACTOR if self.hadamard else multiplier
-        # Message `own` of the last hop is neither written nor read if the sums begin with `totals`.
-        own = self._place[last.level] if self.exact_own else None
-        totals = [self._new_total(each, part.numel) for each, part in zip(values, parts, strict=True)]
-
-        # 1. Row r = node * ranks_per_node + local rank. The ranks of the first hop get their own rows and
-        # those that they forward, every size-th one.
-        sources = [each.rows.unflatten(0, (hop.parts, hop.size)).transpose(0, 1) for each in values]
-        sent = self.transport.messages(hop.level, "send", chunk.index, transfer.message, device=device)
-        keys = [self._rounding_key(hop, call, part) for part in parts]
-        for i in count:
-            total = None if others else totals[i]
-            if total is not None:
-                self._put_own(total, sources[i][self._place[hop.level], 0], parts[i], blocks[i], multiplier)
-            kernels.hadamard_quantize(
-                sources[i],
-                out=sent.parts[i],
-                layout=transfer.message.layouts[i],
-                hadamard=self.hadamard,
-                rounding=keys[i],
-                skip=None if others else own,
-                blocks=blocks[i],
-            )
+        # 1.
+        recorded.quantize.run(call, *rows)
         # Free the rows, which are as large as all gradients of the group, while the messages are in flight.
-        del sources, values
-
-        # 2. Meanwhile other chunks start. They fill the other buffers, or these after this chunk's next step.
-        pending, received = self._start(hop, sent, chunk, transfer)
-        yield
-        pending.wait()
-
-        # 3. Without transforming back, because all hops have the same Hadamard blocks.
-        for next_hop, next_transfer in zip(others, following, strict=True):
-            dithers = self._dithers(hop, keys)
-            sent = self.transport.messages(
-                next_hop.level, "send", chunk.index, next_transfer.message, device=device
-            )
-            keys = [self._rounding_key(next_hop, call, part) for part in parts]
-            is_last = next_hop is last
-            for i in count:
-                kernels.dequantize_reduce_quantize(
-                    received.parts[i],
-                    received=transfer.message.layouts[i],
-                    out=sent.parts[i],
-                    sent=next_transfer.message.layouts[i],
-                    rounding=keys[i],
-                    dither=dithers[i],
-                    skip=own if is_last else None,
-                    own=totals[i] if is_last else None,
-                    hadamard=self.hadamard,
-                    multiplier=inverse,
-                )
-            # `sent` and `received` are the messages of this hop from here on. Those of the hop before may be
-            # reused: this stream has read them.
-            hop, transfer = next_hop, next_transfer
-            pending, received = self._start(hop, sent, chunk, transfer)
+        del rows
+        for exchange, table in recorded.exchanges:
+            # 2. Meanwhile other chunks start. They fill the other buffers, or these after this chunk's next
+            # step: this stream has read them.
+            pending = exchange.start()
+            self.traffic.count(exchange.nbytes, level=exchange.level, padding_bytes=exchange.padding_bytes)
             yield
             pending.wait()
+            # 3. and 4.
+            if nonfinite is not None and exchange is recorded.exchanges[-1][0]:
+                nonfinite += count_nonfinite(self._numbers(recorded, written[-1]))
+            table.run(call, *written)
 
-        # 4. The own part of the sums is in `totals`, or in its message like the others.
-        dithers = self._dithers(hop, keys)
-        if nonfinite is not None:
-            nonfinite += count_nonfinite(self._numbers(received.parts, totals, transfer.message, own))
-        for i in count:
-            kernels.dequantize_reduce_hadamard(
-                received.parts[i],
-                out=outputs[i],
-                layout=transfer.message.layouts[i],
-                hadamard=self.hadamard,
-                multiplier=inverse,
-                dither=dithers[i],
-                skip=own,
-                own=totals[i],
-                blocks=blocks[i],
-            )
-
-    @staticmethod
-    def _put_own(total: Tensor, values: Tensor, part: Part, blocks: Tensor | None, multiplier: float) -> None:
-        """Write the own node's part of the sum, if it is this rank's row [n] alone."""
-        if blocks is not None:
-            values = part.section.take(values).narrow(0, part.start, part.numel)
-        torch.mul(values.float(), multiplier, out=total)
-
-    def _new_total(self, values: SectionValues, numel: int) -> Tensor | None:
-        """Return fp32 [numel] for the own node's part of the sum: the output itself, if possible.
-
-        None if that part is quantized like the others.
-        """
-        if not self.exact_own:
-            return None
-        output = values.output
-        if values.blocks is None and output.dtype is torch.float32:
-            return output
-        return torch.empty(numel, dtype=torch.float32, device=output.device)
-
-    def _numbers(
-        self, messages: Sequence[Tensor], totals: Sequence[Tensor | None], message: Message, own: int | None
-    ) -> list[Tensor]:
+    def _numbers(self, recorded: RecordedChunk, own: Tensor) -> list[Tensor]:
         """Return the upper halves of all numbers that are not finite if a group on the last hop is not."""
-        numbers = []
-        for each, total, layout in zip(messages, totals, message.layouts, strict=True):
-            if total is None or own is None:
+        exchange, _ = recorded.exchanges[-1]
+        layouts = recorded.chunk.transfers[-1].message.layouts
+        place, numbers = self._place[exchange.level], []
+        for part, each, layout in zip(recorded.chunk.parts, exchange.received.parts, layouts, strict=True):
+            if not self.exact_own:
                 numbers.append(upper_halves(each, layout))
                 continue
-            others = each[:own], each[own + 1 :]
+            others = each[:place], each[place + 1 :]
             numbers += [upper_halves(rows, layout) for rows in others]
-            numbers += _largest_of_groups(total, layout.group_size)
+            total = part.section.take(own).narrow(0, part.start, part.numel).float()
+            numbers += _largest_of_groups(total * recorded.own_multiplier, layout.group_size)
         return numbers
 
-    def _start(
-        self, hop: Hop, sent: Messages, chunk: Chunk, transfer: Transfer
-    ) -> tuple[PendingTransfer, Messages]:
-        """Start the all-to-all of a hop; return it with the messages that it receives.
-
-        On CUDA it runs on the communicator's stream if other work overlaps it, else on the current one.
-        """
+    def _exchange(self, hop: Hop, sent: Messages, chunk: Chunk, transfer: Transfer) -> Exchange:
+        """Return the all-to-all of a hop, between buffers that stay."""
         received = self.transport.messages(
             hop.level, "receive", chunk.index, transfer.message, device=sent.all.device
         )
-        pending = self.transport.start(
+        start = partial(
+            self.transport.start,
             received.all,
             sent.all,
             level=hop.level,
             # Concurrent reductions of several groups share process groups. gloo's tags are C ints, and groups
             # 2**15 apart are not reduced at the same time.
             tag=(self.bucket % (1 << 15) << 16) + chunk.index,
+            # On CUDA it runs on the communicator's stream if other work overlaps it, else on the current one.
             overlaps=chunk.overlaps,
             skips_own=self.exact_own and transfer is chunk.transfers[-1],
             what=self._what[hop.level],
         )
-        self.traffic.count(transfer.nbytes, level=hop.level, padding_bytes=transfer.padding_bytes)
-        return pending, received
+        return Exchange(start, received, hop.level, transfer.nbytes, transfer.padding_bytes)
 
-    def _rounding_key(self, hop: Hop, call: int, part: Part) -> RoundingKey | None:
-        """Return this rank's key for rounding a part at a hop; None for nearest."""
+    def _rounding_key(self, hop: Hop, part: Part) -> _Rounding:
+        """Return this rank's key for rounding a part at a hop, and the source of its bits."""
         if hop.rounding == "nearest":
-            return None
+            return _Rounding(None, None)
         own, rank, dither = self._place[hop.level], self._rank, hop.rounding == "dither"
         if dither:
             # Senders to the same receiver share the key of the first one, so that the receiver can derive it.
             rank -= own * hop.apart * self._rank_step
-        step, stage = part.section.call(call), STAGES[hop.level]
-        keys = derive_keys(self._seed, pack_stream(step=step, bucket=self.bucket, stage=stage, rank=rank))
+        section = part.section
+        source = key_source(
+            self._seed,
+            count=section.count,
+            number=section.number,
+            bucket=self.bucket,
+            stage=STAGES[hop.level],
+            rank=rank,
+        )
         # Bits are indexed by a value's place in its section, so the result does not depend on the chunks.
-        return RoundingKey(*keys, first=part.start, row_stride=part.stride, dither=dither, sender=own)
+        key = RoundingKey(0, 0, first=part.start, row_stride=part.stride, dither=dither, sender=own)
+        return _Rounding(key, source)
 
-    def _dithers(self, hop: Hop, keys: Sequence[RoundingKey | None]) -> list[RoundingKey | None]:
-        """Return the keys with which the dither of the messages received on a hop is subtracted."""
-        row = self._place[hop.level] * hop.parts
-        return [as_dither(key, row=row) for key in keys]
+    def _dither(self, hop: Hop, rounding: _Rounding) -> RoundingKey | None:
+        """Return the key with which the dither of the messages received on a hop is subtracted."""
+        return as_dither(rounding.key, row=self._place[hop.level] * hop.parts)
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return these values in fp32 as another node receives them through all hops, without a sum.

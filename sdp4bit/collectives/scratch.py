@@ -1,13 +1,16 @@
-"""Message buffers and tables that are reused in every step."""
+"""Message buffers, tables, and records of operators that use them, which are reused in every step."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.plan import Message
+from sdp4bit.collectives.plan import MOST_PLANS, Message
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.tables import Table
 
 MOST_VIEWS = 4096
 """Views of buffers that are kept; plans that are shared between groups need few."""
@@ -22,7 +25,8 @@ class Messages(NamedTuple):
     parts: tuple[Tensor, ...]  # views [count, nbytes of the part]
 
 
-def _stream(device: torch.device) -> int:
+def stream_of(device: torch.device) -> int:
+    """Return the number of the current stream of a device."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -36,6 +40,8 @@ class Scratch:
     """
 
     def __init__(self) -> None:
+        self.generation = 0
+        """Changes with every buffer that is replaced, because records hold addresses in the one before."""
         self._buffers: dict[tuple[str, torch.device, int], Tensor] = {}
         self._tables: dict[tuple[int, torch.device, int], tuple[tuple[int, ...], Tensor]] = {}
         self._slots: set[int] = set()
@@ -46,7 +52,7 @@ class Scratch:
 
         The views are made once, because the buffer is the same in every step.
         """
-        key = (name, device, _stream(device), count, message)
+        key = (name, device, stream_of(device), count, message)
         views = self._views.get(key)
         if views is None:
             if len(self._views) >= MOST_VIEWS:
@@ -59,15 +65,20 @@ class Scratch:
 
     def messages(self, name: str, count: int, nbytes: int, *, device: torch.device) -> Tensor:
         """Return uninitialized uint8 [count, nbytes] for use on the current stream."""
-        key = (name, device, _stream(device))
+        key = (name, device, stream_of(device))
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < count * nbytes:
             # A buffer first needed under inference_mode must still be writable in training.
             with torch.inference_mode(False):
                 buffer = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
             self._buffers[key] = buffer
+            self.generation += 1
             self._views = {each: views for each, views in self._views.items() if each[:3] != key}
         return buffer[: count * nbytes].view(count, nbytes)
+
+    def values(self, name: str, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return uninitialized [numel] for use on the current stream."""
+        return self.messages(name, 1, numel * dtype.itemsize, device=device)[0].view(dtype)
 
     def table(self, numbers: tuple[int, ...], *, device: torch.device) -> Tensor:
         """Return numbers as int64 [n] for use on the current stream; the host never waits for the copy.
@@ -75,7 +86,7 @@ class Scratch:
         Args:
             numbers: found by identity, because hashing hundreds of them takes longer than a launch.
         """
-        key = (id(numbers), device, _stream(device))
+        key = (id(numbers), device, stream_of(device))
         known = self._tables.get(key)
         if known is None:
             if len(self._tables) >= MOST_TABLES:
@@ -96,3 +107,54 @@ class Scratch:
 
     def free_slot(self, slot: int) -> None:
         self._slots.discard(slot)
+
+
+class Recorded(Protocol):
+    """Operators that were recorded."""
+
+    @property
+    def tables(self) -> Sequence[Table]:
+        """Their tables."""
+
+
+R = TypeVar("R", bound=Recorded)
+
+
+class Records(Generic[R]):
+    """What a collective has recorded, by what it was recorded for.
+
+    Records hold addresses of buffers, so those of the buffers before are dropped.
+    """
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._generation = scratch.generation
+        self._known: dict[tuple[object, ...], R] = {}
+
+    def of(self, *key: object, device: torch.device, make: Callable[[], R]) -> R:
+        """Return the record for the current stream.
+
+        Args:
+            key: everything but the buffers that the record depends on.
+            make: records. Where operators check their arguments, it does so again at every call, to compare.
+        """
+        if self._generation != self._scratch.generation:
+            self._known.clear()
+            self._generation = self._scratch.generation
+        key = (*key, stream_of(device))
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST_PLANS:
+                self._known.pop(next(iter(self._known)))  # the oldest
+            known = make()
+            while self._generation != self._scratch.generation:
+                # A buffer that was too small has been replaced, perhaps after the record began.
+                self._known.clear()
+                self._generation = self._scratch.generation
+                known = make()
+            self._known[key] = known
+        elif ops.is_checked():
+            again = make()
+            if [each.describe() for each in known.tables] != [each.describe() for each in again.tables]:
+                raise AssertionError(f"a record of {key} is stale")
+        return known

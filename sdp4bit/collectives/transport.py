@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed import ProcessGroup
 
 from sdp4bit.collectives.chunks import CHUNKS_UNDER_WAY
@@ -30,6 +30,8 @@ _all_gather_native: Callable[..., Any] = getattr(dist, "all_gather_single", dist
 _reduce_scatter_native: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
+_EXCHANGE = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") else "alltoall_base"
+_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
 _GATHER_SEVERAL = (
     "all_gather_single_coalesced"
     if hasattr(ProcessGroup, "all_gather_single_coalesced")
@@ -106,9 +108,14 @@ def start_all_to_all(
         what: description for errors.
     """
     if not _is_pairwise(group):
+        # The group's own method: torch's function would check for the host what the plan has decided.
+        options = AllToAllOptions()
+        options.asyncOp = overlaps
         with comm_error_context(what, group=group):
-            work = dist.all_to_all_single(received, sent, group=group, async_op=overlaps)
-        return PendingTransfer([work], what=what, group=group)
+            work = getattr(group, _EXCHANGE)(received, sent, [], [], options)
+            if not overlaps and work is not None:
+                work.wait()
+        return PendingTransfer([work] if overlaps else [], what=what, group=group)
     rank, size = group.rank(), group.size()
     # Every rank begins with its neighbor, so that no rank is the first peer of all others.
     peers = [(rank + i) % size for i in range(1, size)]
@@ -137,13 +144,15 @@ def start_all_gather(
     if not _is_pairwise(group):
         # On the current stream, so there is nothing to wait for.
         with comm_error_context(what, group=group):
+            options = AllgatherOptions()
+            options.asyncOp = False
             if len(sent) == 1:
-                _all_gather_native(received.view(-1), sent.view(-1), group=group)
+                work = getattr(group, _GATHER)(received.view(-1), sent.view(-1), options)
+                if work is not None:
+                    work.wait()
                 return PendingTransfer([])
             # One call and one launch for all received[k], which are contiguous. torch's coalescing context
             # manager would cost the host some microseconds per block.
-            options = AllgatherOptions()
-            options.asyncOp = False
             gather = getattr(group, _GATHER_SEVERAL)
             work = gather(received.flatten(1).unbind(), sent.unbind(), options)
         return PendingTransfer([work], what=what, group=group)

@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sdp4bit.collectives.plan import Plans, RefreshPlan, holds_all_rows, plan_refresh
-from sdp4bit.collectives.scratch import Scratch
+from sdp4bit.collectives.scratch import Messages, Records, Scratch
 from sdp4bit.collectives.sections import WHOLE, Range, Section, whole_row
 from sdp4bit.collectives.streams import CompletedWork, Running, SideStream, run
 from sdp4bit.collectives.topology import Topology
 from sdp4bit.collectives.transport import PendingTransfer, start_all_gather
 from sdp4bit.config import WeightConfig
+from sdp4bit.grad_mode import outside_autograd
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.formats import Bits
 from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.tables import Table, record, stand_in
 from sdp4bit.traffic import PLACES, Level, TrafficCounter
+
+_finish = outside_autograd(run)
+
+
+class RecordedRefresh(NamedTuple):
+    """The operators of a refresh by differences, and its buffers, which stay."""
+
+    subtract: Table
+    add: Table
+    buffers: tuple[Messages, Messages, Messages | None]
+    """This rank's message, those of its peers between nodes, and "full": those of all ranks."""
+
+    @property
+    def tables(self) -> list[Table]:
+        """See :class:`sdp4bit.collectives.scratch.Recorded`."""
+        return [self.subtract, self.add]
 
 
 class WeightReplica:
@@ -71,6 +91,7 @@ class WeightReplica:
         self.holds_all_rows = holds_all_rows(config, grid=topology.layout)
         """Whether this rank stores every row."""
         self.plans = Plans[RefreshPlan]()
+        self._records = Records[RecordedRefresh](self._scratch)
         self._refresh_range = f"sdp4bit::weight_refresh ({name})"
         self._refresh: Running | None = None  # in flight
         self._is_unfinished = False  # from the start of a refresh until all of it has been applied
@@ -122,15 +143,13 @@ class WeightReplica:
         # Taken first, so that an exception leaves a torn replica.
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
-            with torch.no_grad(), torch.inference_mode(False):
-                run(refresh)
+            _finish(refresh)
             self._is_unfinished = False
 
+    @outside_autograd  # no inference tensors, because training updates the rows in place
     def _start(self, refresh: Running) -> None:
         self._is_unfinished = True
-        # No inference tensors, because training updates the rows in place.
-        with torch.inference_mode(False):
-            next(refresh)
+        next(refresh)
         # Only now: an exception above leaves a torn replica, and no refresh to wait for.
         self._refresh = refresh
 
@@ -233,7 +252,7 @@ class WeightReplica:
         plan = self.plan(row.numel(), ranges)
         if plan.message.layouts:
             as_gathered = row if as_gathered is None else as_gathered
-            self._start(self._send_differences(plan, row, as_gathered, self.rows))
+            self._start(self._send_differences(plan, row, as_gathered, self.rows, self.nonfinite))
 
     def plan(self, numel: int, ranges: Sequence[Range] | None = None) -> RefreshPlan:
         """Return the plan of these ranges of a row, made at their first use."""
@@ -254,8 +273,10 @@ class WeightReplica:
             ),
         )
 
-    def _send_differences(self, plan: RefreshPlan, row: Tensor, as_gathered: Tensor, rows: Tensor) -> Running:
-        """Send quantized differences (paper, algorithm 2).
+    def _send_differences(
+        self, plan: RefreshPlan, row: Tensor, as_gathered: Tensor, rows: Tensor, nonfinite: Tensor
+    ) -> Running:
+        """Send quantized differences (paper, algorithm 2), with a table of `_record` for steps 1 and 4.
 
         Steps:
         1. Subtract and quantize each section; append the exact ranges, which hold bits.
@@ -263,36 +284,27 @@ class WeightReplica:
         3. "full": all-gather of the messages in the node.
         4. Dequantize and add each section; copy the bits.
         """
-        topology, device, message = self._topology, row.device, plan.message
-        kernels, differs = ops.backend_of(device, plan.layouts), self.sends_differences
+        topology, message = self._topology, plan.message
         with profiler_range(self._refresh_range):
             # 1. Transfers of several replicas may be in flight on this stream, so each takes a slot.
             if self._slot is None:
                 self._slot = self._scratch.take_slot()
-            own = self._scratch.split(f"send {self._slot}", 1, message, device=device)
-            held: list[tuple[Section, Tensor, Tensor | None]] = []
-            for i, section in enumerate(plan.sections):
-                is_in_place = section.is_in_place
-                table = self._scratch.table(section.blocks, device=device) if is_in_place else None
-                replica = rows if is_in_place else section.take(rows)
-                held.append((section, replica, table))
-                kernels.subtract_quantize(
-                    row if table is not None else section.take(row),
-                    replica=self._own(replica) if differs else None,
-                    out=own.parts[i][0],
-                    layout=message.layouts[i],
-                    clip=plan.clips[i],
-                    blocks=table,
-                    nonfinite=self.nonfinite,
-                )
+            # Ranges that are apart are copied, unless operators find their blocks.
+            copied = [each for each in plan.sections if len(each.ranges) > 1 and not each.is_in_place]
+            copies = [each.take(rows) for each in copied]
+            recorded = self._records.of(
+                *(plan, self._slot, row.dtype, rows.dtype, rows.stride()),
+                device=row.device,
+                make=partial(self._record, plan, row, rows, nonfinite, copies),
+            )
+            own, messages, gathered = recorded.buffers
+            recorded.subtract.run(0, row, rows, nonfinite, *[each.take(row) for each in copied], *copies)
             if plan.exact:
                 as_gathered = as_gathered.to(rows.dtype)
                 bits = torch.cat([as_gathered[start:end] for start, end in plan.exact]).view(torch.uint8)
                 own.parts[-1][0, : bits.numel()] = bits
 
             # 2. Message i is that of this rank's peer on node i.
-            name = f"inter receive {self._slot}"
-            messages = self._scratch.split(name, topology.nodes, message, device=device)
             pending = PendingTransfer([])
             if topology.inter is None:
                 messages.all.copy_(own.all)
@@ -308,28 +320,20 @@ class WeightReplica:
             pending.wait()
             # 3. In the order of the rows, so that one launch applies all messages. This stream reads them
             # before it waits for another replica, so all replicas share the buffer.
-            if self.holds_all_rows and topology.intra is not None:
-                gathered = self._scratch.split("intra receive", topology.size, message, device=device)
+            if gathered is not None:
                 blocks = gathered.all.view(topology.nodes, topology.ranks_per_node, message.nbytes)
                 what = self._what("quantized", "intra")
+                assert topology.intra is not None
                 start_all_gather(blocks, messages.all, topology.intra, what=what).wait()
                 self._traffic.count(plan.intra.nbytes, level="intra", padding_bytes=plan.intra.padding_bytes)
-                messages = gathered
 
             # 4. The owner's row, too, changes by its message and not by the exact difference.
-            for i, (section, replica, table) in enumerate(held):
-                kernels.dequantize_add(
-                    messages.parts[i],
-                    replica=replica.view(-1, replica.shape[-1]),
-                    layout=message.layouts[i],
-                    accumulate=differs,
-                    blocks=table,
-                )
-                if table is None:
-                    section.put(replica, rows)
+            recorded.add.run(0, rows, *copies)
+            for section, copy in zip(copied, copies, strict=True):
+                section.put(copy, rows)
             if plan.exact:
                 target, at = rows.view(-1, rows.shape[-1]), 0
-                received = messages.parts[-1].view(rows.dtype)
+                received = (gathered or messages).parts[-1].view(rows.dtype)
                 for start, end in plan.exact:
                     target[:, start:end] = received[:, at : at + end - start]
                     at += end - start
@@ -337,6 +341,60 @@ class WeightReplica:
             assert self._slot is not None
             self._scratch.free_slot(self._slot)
             self._slot = None
+
+    def _record(
+        self, plan: RefreshPlan, row: Tensor, rows: Tensor, nonfinite: Tensor, copies: Sequence[Tensor]
+    ) -> RecordedRefresh:
+        """Record the operators of steps 1 and 4; see `_send_differences`."""
+        topology, device, message, differs = self._topology, row.device, plan.message, self.sends_differences
+        main, held, flag = map(stand_in, (row, rows, nonfinite))
+        mains = [stand_in(each.new_empty(each.shape[-1:], dtype=row.dtype)) for each in copies]
+        helds = [stand_in(each) for each in copies]
+        own = self._scratch.split(f"send {self._slot}", 1, message, device=device)
+        name = f"inter receive {self._slot}"
+        messages = self._scratch.split(name, topology.nodes, message, device=device)
+        gathered = None
+        if self.holds_all_rows and topology.intra is not None:
+            gathered = self._scratch.split("intra receive", topology.size, message, device=device)
+        applied = (gathered or messages).parts
+        subtract, add, apart = [], [], iter(zip(mains, helds, strict=True))
+        for i, section in enumerate(plan.sections):
+            table, source, replica = None, main, held
+            if section.is_in_place:
+                table = self._scratch.table(section.blocks, device=device)
+            elif len(section.ranges) > 1:
+                source, replica = next(apart)
+            else:
+                source, replica = section.take(main), section.take(held)
+            subtract.append(
+                record(
+                    ops.subtract_quantize,
+                    {},
+                    source,
+                    replica=self._own(replica) if differs else None,
+                    out=own.parts[i][0],
+                    layout=message.layouts[i],
+                    clip=plan.clips[i],
+                    blocks=table,
+                    nonfinite=flag,
+                )
+            )
+            add.append(
+                record(
+                    ops.dequantize_add,
+                    {},
+                    applied[i],
+                    replica=replica.view(-1, replica.shape[-1]),
+                    layout=message.layouts[i],
+                    accumulate=differs,
+                    blocks=table,
+                )
+            )
+        return RecordedRefresh(
+            Table(subtract, moving=[main, held, flag, *mains, *helds]),
+            Table(add, moving=[held, *helds]),
+            (own, messages, gathered),
+        )
 
     def gather(self, output: Tensor) -> None:
         """Gather the rows of all ranks, [size * n] in their order, from the replicas of this node.

@@ -62,10 +62,10 @@ def check_values(name: str, values: Tensor, *, messages: Tensor) -> None:
 
 
 def check_own(own: Tensor, *, numel: int, messages: Tensor) -> None:
-    """Require fp32 values of the own node, on the device of the messages."""
-    if own.dtype != torch.float32 or own.shape != (numel,) or not own.is_contiguous():
-        raise ValueError(f"own must be contiguous fp32 [{numel}], got {own.dtype} {list(own.shape)}")
-    check_device("own", own, messages=messages)
+    """Require values of the own node, on the device of the messages."""
+    if own.shape != (numel,) or not own.is_contiguous():
+        raise ValueError(f"own must be contiguous [{numel}], got {list(own.shape)}")
+    check_values("own", own, messages=messages)
 
 
 def check_device(name: str, tensor: Tensor, *, messages: Tensor) -> None:

@@ -313,6 +313,7 @@ def dequantize_reduce_quantize(
     dither: RoundingKey | None,
     skip: int | None = None,
     own: Tensor | None = None,
+    blocks: Tensor | None = None,
     hadamard: bool = False,
     multiplier: float = 1.0,
 ) -> None:
@@ -329,6 +330,7 @@ def dequantize_reduce_quantize(
         skip: index of a message that is not written.
         own: fp32 [n], contiguous; receives part `skip` of the sum like the output of
             dequantize_reduce_hadamard, with these `hadamard` and `multiplier`. Messages then have one part.
+        blocks: as in hadamard_quantize, places in `own`, which is longer.
     """
     if out.dim() != 2:
         raise ValueError(f"out must be 2-D, one message per row, got {list(out.shape)}")
@@ -343,7 +345,11 @@ def dequantize_reduce_quantize(
     check_dither(dither, rows=parts, numel=received.numel)
     check_index("skip", skip, count=destinations)
     if own is not None:
-        check_own(own, numel=sent.numel, messages=messages)
+        check_own(own, numel=sent.numel if blocks is None else own.numel(), messages=messages)
+        if own.dtype != torch.float32:
+            raise ValueError(f"own must be fp32, got {own.dtype}")
+        if blocks is not None:
+            check_blocks(blocks, layout=sent, messages=messages)
         if skip is None or sent.parts != 1:
             raise ValueError(
                 f"own needs skip, the part that it receives, and messages of one part, got skip={skip} and "
@@ -363,6 +369,7 @@ def dequantize_reduce_hadamard(
     part: int = 0,
     skip: int | None = None,
     own: Tensor | None = None,
+    own_multiplier: float = 1.0,
     blocks: Tensor | None = None,
 ) -> None:
     """Sum a part of messages, transform the sum and multiply it (paper algorithm 3, steps 7 and 8).
@@ -376,8 +383,10 @@ def dequantize_reduce_hadamard(
         hadamard: whether the sent values are transformed.
         dither: as in dequantize_reduce_quantize; the part is row 0.
         skip: index of a message that is not added.
-        own: fp32 [n], contiguous, to which the result is added in fp32; may be `out`.
-        blocks: as in hadamard_quantize, places in `out`; the rest of it is not changed.
+        own: of the shape of `out`, fp32, bf16 or fp16; contiguous. The result is added to it in fp32; may be
+            `out`.
+        own_multiplier: is applied to `own` first, in fp32.
+        blocks: as in hadamard_quantize, places in `out` and in `own`; the rest of `out` is not changed.
     """
     if out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out must be 1-D and contiguous, got {list(out.shape)}")
@@ -389,7 +398,7 @@ def dequantize_reduce_hadamard(
     check_dither(dither, rows=1, numel=layout.numel)
     check_index("skip", skip, count=messages.shape[0])
     if own is not None:
-        check_own(own, numel=numel, messages=messages)
+        check_own(own, numel=out.shape[0], messages=messages)
     if blocks is not None:
         check_blocks(blocks, layout=layout, messages=messages)
 
@@ -478,6 +487,21 @@ def backend_of(device: torch.device, layouts: Iterable[MessageLayout]) -> Operat
     if _is_checked:
         return cast(Operators, sys.modules[__name__])
     return _unchecked(device, layouts)
+
+
+def module_of(device: torch.device, layouts: Iterable[MessageLayout]) -> ModuleType:
+    """Return the back end for these layouts on a device; one that packs tables has a function `pack`."""
+    return _backend(device, *layouts)
+
+
+def forced_backend() -> BackendName:
+    """Return the name of the innermost `use_backend`; "auto" without any."""
+    return _forced[-1] if _forced else "auto"
+
+
+def is_checked() -> bool:
+    """Return whether operators check their arguments at every call; see :func:`checked`."""
+    return _is_checked
 
 
 @contextmanager

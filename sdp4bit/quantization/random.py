@@ -18,12 +18,14 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 # Mixing constants of two public-domain functions: splitmix64 (S. Vigna) and lowbias32 (C. Wellons).
 _GOLDEN = 0x9E3779B97F4A7C15
 _STREAM = 0xD1B54A32D192ED03
-_SPLITMIX_1 = 0xBF58476D1CE4E5B9
-_SPLITMIX_2 = 0x94D049BB133111EB
+SPLITMIX_1 = 0xBF58476D1CE4E5B9
+SPLITMIX_2 = 0x94D049BB133111EB
 LOWBIAS_1 = 0x7FEB352D
 LOWBIAS_2 = 0x846CA68B
 
 STEP_BITS, BUCKET_BITS, STAGE_BITS, RANK_BITS = 32, 12, 2, 18
+STEP_OF_STREAM = (_STREAM << BUCKET_BITS + STAGE_BITS + RANK_BITS) & _MASK64
+"""The difference between the counters of successive steps of a stream, modulo 2**64."""
 MAX_BUCKETS, MAX_RANKS = 1 << 20, 1 << RANK_BITS
 """Maximum numbers of parameter groups and of ranks with distinct streams."""
 MAX_ELEMENTS = 1 << 33
@@ -76,6 +78,25 @@ class KeySeries(NamedTuple):
         return RoundingKey(*_mixed(self.start + piece * self.step & _MASK64), dither=True)
 
 
+class KeySource(NamedTuple):
+    """A section's keys in all calls: those of step (call * count + number) & mask of one stream."""
+
+    start: int
+    """Unsigned 64-bit counter of step 0."""
+    count: int
+    number: int
+    mask: int
+
+    def counter(self, call: int) -> int:
+        """Return the unsigned 64-bit number whose mixed bits are the keys of a call."""
+        step = (call * self.count + self.number) & self.mask
+        return (self.start + step * STEP_OF_STREAM) & _MASK64
+
+    def keys(self, call: int) -> tuple[int, int]:
+        """Return the two unsigned 32-bit keys of a call, as :func:`derive_keys` returns them."""
+        return _mixed(self.counter(call))
+
+
 def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
     """Return the 64-bit stream number of a quantization; distinct arguments give distinct streams.
 
@@ -89,8 +110,7 @@ def pack_stream(*, step: int, bucket: int, stage: Stage, rank: int) -> int:
     page, in_page = bucket >> BUCKET_BITS, bucket % (1 << BUCKET_BITS)
     if step < 0:
         raise ValueError(f"step={step} must be at least 0")
-    # A long job has more steps than the field: a row of 768 sections ends it after 5.6 million reductions.
-    step %= 1 << STEP_BITS - page.bit_length()
+    step &= _step_mask(bucket)
     fields = (
         ("bucket", bucket, MAX_BUCKETS.bit_length() - 1),
         ("stage", int(stage), STAGE_BITS),
@@ -119,6 +139,17 @@ def check_numbers(*, buckets: int, ranks: int) -> None:
         )
 
 
+def _step_mask(bucket: int) -> int:
+    # A long job has more steps than the field: a row of 768 sections ends it after 5.6 million reductions.
+    return (1 << STEP_BITS - (bucket >> BUCKET_BITS).bit_length()) - 1
+
+
+def key_source(seed: int, *, count: int, number: int, bucket: int, stage: Stage, rank: int) -> KeySource:
+    """Return the source of the keys of section `number` of `count`; see :func:`pack_stream`."""
+    start = _counter(seed, pack_stream(step=0, bucket=bucket, stage=stage, rank=rank))
+    return KeySource(start, count, number, _step_mask(bucket))
+
+
 def derive_keys(seed: int, stream: int) -> tuple[int, int]:
     """Return the two unsigned 32-bit keys of a stream (a splitmix64 finalizer, a bijection in `stream`)."""
     return _mixed(_counter(seed, stream))
@@ -134,8 +165,8 @@ def _counter(seed: int, stream: int) -> int:
 
 
 def _mixed(z: int) -> tuple[int, int]:
-    z = ((z ^ (z >> 30)) * _SPLITMIX_1) & _MASK64
-    z = ((z ^ (z >> 27)) * _SPLITMIX_2) & _MASK64
+    z = ((z ^ (z >> 30)) * SPLITMIX_1) & _MASK64
+    z = ((z ^ (z >> 27)) * SPLITMIX_2) & _MASK64
     z ^= z >> 31
     return z & _MASK32, z >> 32
 

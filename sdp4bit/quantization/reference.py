@@ -331,6 +331,7 @@ def dequantize_reduce_quantize(
     dither: RoundingKey | None,
     skip: int | None = None,
     own: Tensor | None = None,
+    blocks: Tensor | None = None,
     hadamard: bool = False,
     multiplier: float = 1.0,
 ) -> None:
@@ -341,7 +342,8 @@ def dequantize_reduce_quantize(
     if own is not None:
         assert skip is not None
         result = hadamard32(total[skip]) if hadamard else total[skip]
-        own.copy_(result[: received.numel] * torch.tensor(multiplier, dtype=torch.float32))
+        result = result[: received.numel] * torch.tensor(multiplier, dtype=torch.float32)
+        _scatter(result, own, blocks)
 
 
 def dequantize_reduce_hadamard(
@@ -355,6 +357,7 @@ def dequantize_reduce_hadamard(
     part: int = 0,
     skip: int | None = None,
     own: Tensor | None = None,
+    own_multiplier: float = 1.0,
     blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
@@ -363,7 +366,8 @@ def dequantize_reduce_hadamard(
         total = hadamard32(total)
     result = total[: layout.numel] * torch.tensor(multiplier, dtype=torch.float32)
     if own is not None:
-        result = own + result
+        held = _gather(own, blocks)[: layout.numel].float()
+        result = held * torch.tensor(own_multiplier, dtype=torch.float32) + result
     _scatter(result, out, blocks)
 
 

@@ -250,8 +250,9 @@ def dequantize_reduce_quantize(shape: Shape) -> Iterator[KernelCase]:
         named |= {"rounding": rounding, "dither": dither}
         named["skip"] = 1 if shape.number % 6 == 3 else (None, 0, 1)[shape.number % 3]
         if shape.number % 3 == 1:
-            named["own"] = guarded_values(torch.full((shape.numel,), float("nan")), offset=shape.numel % 3)
-            named |= {"hadamard": shape.number % 2 == 0, "multiplier": 1 / 96}
+            blocks, length = make_blocks(sent, seed=17) if place % 2 else (None, shape.numel)
+            named["own"] = guarded_values(torch.full((length,), float("nan")), offset=shape.numel % 3)
+            named |= {"blocks": blocks, "hadamard": shape.number % 2 == 0, "multiplier": 1 / 96}
         yield KernelCase(
             ops.dequantize_reduce_quantize, messages, {"out": guarded_messages(2, sent), **named}
         )
@@ -269,9 +270,16 @@ def dequantize_reduce_hadamard(shape: Shape) -> Iterator[KernelCase]:
         if (shape.number + place) % 3 == 0:
             blocks, numel = make_blocks(layout, seed=16)
         out = guarded_values(torch.full((numel,), float("nan"), dtype=dtype), offset=shape.numel % 3)
-        own = shape.values(seed=8, dtype=torch.float32) if has_own else None
+        # The row of another node, or of this rank, which may have another dtype.
+        row = shape.values(seed=8, dtype=DTYPES[place % 3])
+        own = row.repeat(2 + numel // max(1, len(row)))[:numel] if has_own else None
         named = {"layout": layout, "hadamard": transform, "multiplier": multiplier, "dither": dither}
-        named |= {"part": parts - 1, "own": own, "blocks": blocks}
+        named |= {
+            "part": parts - 1,
+            "own": own,
+            "blocks": blocks,
+            "own_multiplier": 1 / 3 if place % 2 else 1.0,
+        }
         named["skip"] = shape.number % count if skips and count else None
         messages = make_messages(count, layout, seed=7, special=shape.edges)
         yield KernelCase(ops.dequantize_reduce_hadamard, messages, {"out": out, **named})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sdp4bit.collectives.all_reduce import PieceQuantizer, pieces_of
 from sdp4bit.collectives.plan import Message, ReducePlan, plan_refresh
-from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter, SectionValues
+from sdp4bit.collectives.reduce_scatter import QuantizedReduceScatter
 from sdp4bit.collectives.scratch import Messages, Scratch
 from sdp4bit.collectives.sections import Range, Section, whole_row
 from sdp4bit.collectives.streams import Running, advance
@@ -135,14 +135,21 @@ class SimulatedReduceScatter:
         if self._sums is None or self._sums.shape != rows.shape or self._sums.device != rows.device:
             self._sums = torch.empty_like(rows)
         row, member = self._sums[rank], self._members[rank]
-        chunks = member.chunks(row, rows.view(-1), call=call, nonfinite=nonfinite, sections=tuple(sections))
+        row.copy_(rows[rank])  # before the rows are overwritten
+        chunks = member.chunks(
+            row, rows.view(-1), call=call, nonfinite=nonfinite, sections=tuple(sections), own=row
+        )
         self._take(chunks, row)
 
-    def add_sections(
-        self, plan: ReducePlan, sections: Sequence[SectionValues], row: Tensor, *, call: int
-    ) -> None:
-        """Add the next rank's sections; their outputs together form this row."""
-        self._take(self._members[len(self._under_way)].reduce(plan, sections, call=call), row)
+    def add_pieces(self, plan: ReducePlan, pieces: Sequence[Tensor], row: Tensor, *, call: int) -> None:
+        """Add the next rank's pieces of all sections, [count, m] each; their sums together form this row."""
+        member, lengths = self._members[len(self._under_way)], [each.shape[-1] for each in pieces]
+        sections = [
+            member.values_of(plan, each, output)
+            for each, output in zip(pieces, row.split(lengths), strict=True)
+        ]
+        recorded = member.record(plan, sections, (), device=row.device)
+        self._take(member.run(recorded, call=call), row)
 
     def _take(self, chunks: list[Running], row: Tensor) -> None:
         """Send the next rank's messages; if it completes a node or a block, also those of the next hop."""
@@ -224,7 +231,7 @@ class SimulatedAllReduce:
 
         def quantize(rank: int, pieces: Sequence[Tensor]) -> None:
             out = [part[rank : rank + 1] for part in messages.parts]
-            self._pieces.quantize(plan, pieces, out, call=call, row=rank)
+            self._pieces.quantize(plan, pieces, out, row=rank).run(call)
 
         for first, reduction in zip(range(0, size, count), self._reductions, strict=True):
             reduction.abandon()
@@ -233,18 +240,17 @@ class SimulatedAllReduce:
                 continue
             for each, row in zip(values[first : first + count], rows, strict=True):
                 taken = [section.take(each) for section in plan.sections]
-                chosen = [
-                    SectionValues(pieces_of(mine, plan, i), output)
-                    for i, (mine, output) in enumerate(zip(taken, row.split(lengths), strict=True))
-                ]
-                reduction.add_sections(plan.reduce, chosen, row, call=call)
+                pieces = [pieces_of(mine, plan, i) for i, mine in enumerate(taken)]
+                reduction.add_pieces(plan.reduce, pieces, row, call=call)
 
             def take(rank: int, row: Tensor, first: int = first) -> None:
                 quantize(first + rank, row.split(lengths))
 
             reduction.finish(take)
         taken = [section.take(total) for section in plan.sections]
-        self._pieces.restore(plan, messages.parts, taken, total, call=call, multiplier=multiplier)
+        self._pieces.restore(plan, messages.parts, taken, multiplier=multiplier).run(call)
+        for section, each in zip(plan.sections, taken, strict=True):
+            section.put(each, total)
         return total
 
 

@@ -242,7 +242,7 @@ def test_pieces_of_all_ranks_are_restored_in_one_launch_per_section(ranks: int) 
     plan = pieces.plan(sections)
     messages = [torch.zeros(ranks, each.nbytes, dtype=torch.uint8) for each in plan.message.layouts]
     with ops.use_backend("reference"), mock.patch.object(reference, "dequantize_reduce_pieces") as launch:
-        pieces.restore(plan, messages, [values[:16_000], values[16_000:]], values, call=3)
+        pieces.restore(plan, messages, [values[:16_000], values[16_000:]]).run(3)
     assert launch.call_count == 2
     # Each piece has the key of its sender, the first of the two with two nodes.
     for each, call in zip(sections, launch.call_args_list, strict=True):

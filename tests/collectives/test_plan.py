@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +27,7 @@ from sdp4bit.collectives.sections import CutParam, Section, cut_row, whole_row
 from sdp4bit.collectives.topology import Nodes, arrange
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.observe.explain import describe_gradients
-from sdp4bit.quantization import ops
+from sdp4bit.quantization import tables
 from sdp4bit.traffic import Grid
 from tests.collectives.built import all_reduce_of, reduce_scatter_of, replica_of
 from tests.oracles import traffic as oracle
@@ -152,24 +151,16 @@ def test_a_plan_sends_what_the_formulas_of_the_documentation_send(
 
 @contextmanager
 def launches() -> Iterator[Counter[str]]:
-    """Count the operators that collectives run."""
+    """Count the launches of the operators that collectives run."""
     found: Counter[str] = Counter()
-    backend_of = ops.backend_of
+    run = tables.Table.run
 
-    def counting(device: torch.device, layouts: Any) -> Any:
-        operators = backend_of(device, layouts)
+    def counted(table: tables.Table, call: int, *tensors: torch.Tensor) -> None:
+        for alike in tables.launches(table.calls):
+            found[alike[0].operator] += 1
+        run(table, call, *tensors)
 
-        def counted(name: str) -> Any:
-            def run(*args: Any, **kwargs: Any) -> None:
-                found[name] += 1
-                getattr(operators, name)(*args, **kwargs)
-
-            return run
-
-        names = [name for name in dir(operators) if name.startswith(("dequantize", "hadamard", "subtract"))]
-        return SimpleNamespace(**{name: counted(name) for name in names})
-
-    with mock.patch.object(ops, "backend_of", counting):
+    with mock.patch.object(tables.Table, "run", counted):
         yield found
 
 

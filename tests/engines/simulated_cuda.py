@@ -9,7 +9,7 @@ sums nothing, uses streams as NCCL's does, and notes every call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from sdp4bit.engines.fsdp2.view import FSDPView
 from sdp4bit.quantization import ops, reference
+from sdp4bit.quantization.tables import Call, launches
 from tests.engines.stream_simulator import (
     CPU,
     CUDA,
@@ -80,19 +81,46 @@ class Kernels:
     """The library's kernels: one operation on the current stream for each call of an operator."""
 
     def __getattr__(self, name: str) -> Any:
-        compute = getattr(reference, name)
-
         def launch(first: Tensor, **named: Any) -> None:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                compute(first, **named)
-            written = [named["replica" if name == "dequantize_add" else "out"], named.get("nonfinite")]
-            written += [named.get("own")] if name == "dequantize_reduce_quantize" else []
-            writes = [each for each in written if each is not None]
-            tensors = [first, *(each for each in named.values() if isinstance(each, Tensor))]
-            reads = [each for each in tensors if not any(each is one for one in writes)]
-            running().launch(name, reads=reads, writes=writes)
+            self.launch(name, [(first, named)])
 
         return launch
+
+    def pack(self, calls: Sequence[Call], tensors: Sequence[Tensor]) -> PackedTable:
+        """One operation for the calls that the back end of a GPU launches together."""
+        return PackedTable(self, launches(calls))
+
+    @staticmethod
+    def launch(name: str, calls: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Run an operator on several sections in one operation."""
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        for first, named in calls:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                getattr(reference, name)(first, **named)
+            written = [named["replica" if name == "dequantize_add" else "out"], named.get("nonfinite")]
+            written += [named.get("own")] if name == "dequantize_reduce_quantize" else []
+            writes += [each for each in written if each is not None]
+            tensors = [first, *(each for each in named.values() if isinstance(each, Tensor))]
+            reads += [each for each in tensors if not any(each is one for one in writes)]
+        running().launch(name, reads=reads, writes=writes)
+
+
+class PackedTable:
+    """A table whose calls of a kind are one operation."""
+
+    def __init__(self, kernels: Kernels, kinds: list[list[Call]]) -> None:
+        self._kernels, self._kinds = kernels, kinds
+
+    def run(self, call: int, tensors: Sequence[Tensor]) -> None:
+        for alike in self._kinds:
+            name = alike[0].operator
+            getattr(self._kernels, name)  # which tests count
+            bound = [tuple(each.bind(call, tensors).items()) for each in alike]
+            self._kernels.launch(name, [(each[0][1], dict(each[1:])) for each in bound])
+
+    def check(self, call: int, tensors: Sequence[Tensor]) -> None:
+        """Nothing is packed."""
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -150,6 +178,8 @@ class _OnCUDA(TorchFunctionMode):
         if func == _DEVICE:
             return CPU if running().is_on_host(args[0]) else CUDA
         kwargs = dict(kwargs)
+        if kwargs.get("device") == "meta":  # the stand-ins of a record
+            return func(*args, **kwargs)
         # FSDP2 asks the library for memory on what it takes for the device: the host has to be named.
         devices = [v for v in (*args, kwargs.get("device")) if isinstance(v, torch.device | str)]
         is_pinned = kwargs.pop("pin_memory", False)

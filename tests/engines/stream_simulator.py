@@ -292,7 +292,7 @@ class Simulator:
 
 
 def has_memory(tensor: object) -> bool:
-    return isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
+    return isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta
 
 
 _LIBRARY = tuple(f"{ROOT}/{name}/" for name in ("sdp4bit", *ADAPTERS))

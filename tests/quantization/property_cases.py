@@ -220,7 +220,9 @@ def _dequantize_reduce_quantize(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]
     out = guarded_messages(parts, sent)
     named = {"rounding": draw(roundings), "dither": draw(dithers), "skip": draw(_index(parts))}
     if named["skip"] is not None and in_message == 1 and draw(st.booleans()):
-        named |= {"own": torch.full((numel,), math.nan), "hadamard": draw(transforms), "multiplier": 1 / 96}
+        blocks, length = draw(_blocks(sent))
+        named |= {"own": torch.full((length,), math.nan), "blocks": blocks}
+        named |= {"hadamard": draw(transforms), "multiplier": 1 / 96}
     return messages, {"received": received, "out": out, "sent": sent, **named}
 
 
@@ -230,10 +232,11 @@ def _dequantize_reduce_hadamard(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]
     layout = draw(layouts(draw(lengths), parts=parts))
     blocks, numel = draw(_blocks(layout))
     out = guarded_values(torch.full((numel,), math.nan, dtype=draw(dtypes)), offset=draw(st.integers(0, 8)))
-    own = _of_many_magnitudes(layout.numel, seed=9) if draw(st.booleans()) else None
+    own = _of_many_magnitudes(numel, seed=9).to(draw(dtypes)) if draw(st.booleans()) else None
     multiplier = draw(st.sampled_from([1.0, 1 / 32, 1 / 96, -0.3, 0.0, 1e30, 1e-44, math.inf]))
     named = {"layout": layout, "hadamard": draw(transforms), "multiplier": multiplier}
     named |= {"dither": draw(dithers), "part": draw(st.integers(0, parts - 1)), "own": own, "blocks": blocks}
+    named["own_multiplier"] = draw(st.sampled_from([1.0, 1 / 3, -2.0]))
     return draw(received_messages(count, layout)), {"out": out, **named, "skip": draw(_index(count))}
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from sdp4bit.collectives.errors import comm_error_context
 from sdp4bit.collectives.streams import CompletedWork, DeferredWork
@@ -21,13 +20,18 @@ from sdp4bit.collectives.transport import all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
 from sdp4bit.engines.fsdp2.group import FSDPGroup
 from sdp4bit.engines.fsdp2.torch_internals import Comm
+from sdp4bit.grad_mode import outside_autograd, without_gradients
+from sdp4bit.profiling import profiler_range
 
 
 class _Hook:
+    _what: str  # the collective, for profiles
+
     def __init__(self, group: FSDPGroup, state: FSDPModelState, *, stock: Any) -> None:
         self._group = group
         self._state = state
         self._stock = stock
+        self._range = f"sdp4bit::{self._what} ({group.view.name})"
 
 
 class AllGatherHook(_Hook):
@@ -37,6 +41,7 @@ class AllGatherHook(_Hook):
     """
 
     _stock: Comm
+    _what = "all_gather"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor to gather to; called on FSDP2's copy-in stream."""
@@ -46,7 +51,7 @@ class AllGatherHook(_Hook):
         # copy-in must not overwrite.
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @torch.no_grad()
+    @without_gradients
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
@@ -55,7 +60,7 @@ class AllGatherHook(_Hook):
         Args:
             input_tensor: [n], this rank's shard in the gathered dtype; a row of output_tensor.
         """
-        with record_function(f"sdp4bit::all_gather ({self._group.view.name})"):
+        with profiler_range(self._range):
             if self._group.weights.replica is None:
                 return self._gather_dense(output_tensor, input_tensor, group, async_op=async_op)
             return self._gather_replica(output_tensor, input_tensor, group, async_op=async_op)
@@ -111,11 +116,7 @@ class AllGatherHook(_Hook):
         ):
             # Differences need fp32 weights (docs/numerics.md, "Differences of fp32 weights"), as a plain
             # tensor that training may read after inference mode.
-            with torch.inference_mode(False):
-                main = group.view.main_shard(torch.float32)
-                if group.view.has_subclasses:
-                    # A tensor subclass may begin to gather other values than it holds.
-                    main = torch.where(main.to(row.dtype) == row, main, row)
+            main = self._main(row)
 
         # 3. Keep the inputs of the refresh alive. It is only queued below and reads memory of other streams.
         # `row` belongs to the copy-in stream and is a view of the output's first storage, which `_fill`
@@ -142,12 +143,21 @@ class AllGatherHook(_Hook):
         # FSDP2 records an event after a synchronous call itself.
         return CompletedWork(output.device) if async_op else None
 
+    @outside_autograd
+    def _main(self, row: Tensor) -> Tensor:
+        view = self._group.view
+        main = view.main_shard(torch.float32)
+        if view.has_subclasses:
+            # A tensor subclass may begin to gather other values than it holds.
+            main = torch.where(main.to(row.dtype) == row, main, row)
+        return main
+
     def _refresh_and_fill(self, output: Tensor, row: Tensor, main: Tensor, refreshes: bool) -> None:
         if refreshes:
             self._refresh(row, main)
         self._fill(output)
 
-    @torch.inference_mode(False)  # the checksums of a later forward are compared with those of this one
+    @outside_autograd  # the checksums of a later forward are compared with those of this one
     def _refresh(self, row: Tensor, main: Tensor) -> None:
         """Start the transfers of the refresh that is due.
 
@@ -183,6 +193,7 @@ class ReduceScatterHook(_Hook):
     """Reduce-scatter FSDP2's gradients in two quantized levels, or with the stock object."""
 
     _stock: Comm
+    _what = "reduce_scatter"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor for the input rows or for the result."""
@@ -191,7 +202,7 @@ class ReduceScatterHook(_Hook):
         # A new tensor each time, because the result may become the storage of the gradients.
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @torch.no_grad()
+    @without_gradients
     def __call__(
         self,
         output_tensor: Tensor,
@@ -203,16 +214,21 @@ class ReduceScatterHook(_Hook):
         """Reduce `input_tensor` [ranks * n] to this rank's row, `output_tensor` [n]."""
         # FSDP2 never sets async_op, ignores the result, and keeps the input until an event after this call
         # has passed. Only parameters with a gradient are in the rows, so n varies between calls.
-        with record_function(f"sdp4bit::reduce_scatter ({self._group.view.name})"):
+        with profiler_range(self._range):
             self._reduce(output_tensor, input_tensor, group, op)
 
     def _reduce(self, output: Tensor, input: Tensor, torch_group: dist.ProcessGroup, op: object) -> None:
         group = self._group
         self._state.note_reduction(group)
         group.awaits_all_reduce = group.replicate_layout is not None
-        what = f"full-precision gradient reduce-scatter of {group.view.name}"
-        plain = partial(reduce_scatter_dense, output, input, torch_group, op, reduce=self._stock, what=what)
+        plain = partial(self._reduce_dense, output, input, torch_group, op)
         group.gradients.reduce(output, input, op, plain=plain)
+
+    def _reduce_dense(
+        self, output: Tensor, input: Tensor, torch_group: dist.ProcessGroup, op: object
+    ) -> None:
+        what = f"full-precision gradient reduce-scatter of {self._group.view.name}"
+        reduce_scatter_dense(output, input, torch_group, op, reduce=self._stock, what=what)
 
 
 class ReplicateGroup(_Hook):
@@ -222,6 +238,7 @@ class ReplicateGroup(_Hook):
     """
 
     _stock: dist.ProcessGroup
+    _what = "all_reduce"
 
     # torch.distributed keeps process groups in dictionaries, so the proxy must be equal to its group.
 
@@ -234,7 +251,7 @@ class ReplicateGroup(_Hook):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
 
-    @torch.no_grad()
+    @without_gradients
     def allreduce(self, tensors: list[Tensor], opts: Any) -> None:
         """Reduce one tensor [n], this rank's shard of the gradients, over the replicate dimension in place.
 
@@ -243,7 +260,7 @@ class ReplicateGroup(_Hook):
         """
         # FSDP2 keeps the gradients until an event after this call has passed (PR #140044, regression test
         # PR #180900).
-        with record_function(f"sdp4bit::all_reduce ({self._group.view.name})"):
+        with profiler_range(self._range):
             group, (values,) = self._group, tensors
             self._state.before_all_reduce(group)
             group.awaits_all_reduce = False

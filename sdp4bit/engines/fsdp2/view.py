@@ -298,7 +298,9 @@ class FSDPView:
     def requiring_grad(self) -> frozenset[int]:
         """Return the indices of the parameters that require a gradient now."""
         # Asked for several times in a step, so without a call per parameter.
-        params = [param.fsdp_param.sharded_param for param in self.params]
+        params = [param.sharded_param for param in self._fsdp_group.fsdp_params]
+        if all(param.requires_grad for param in params):
+            return self.row.everything
         return frozenset([i for i, param in enumerate(params) if param.requires_grad])
 
     def has_gradient(self, chosen: Collection[int]) -> bool:

@@ -12,13 +12,13 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import c_float
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numba
 import torch
@@ -37,7 +37,8 @@ from sdp4bit.kernels.cpu.parameters import (
 )
 from sdp4bit.quantization.checksum import GOLDEN, STRIPE_WORDS, signed64, stripe_factors, words_of
 from sdp4bit.quantization.layout import MessageLayout, round_up
-from sdp4bit.quantization.random import KeySeries, RoundingKey
+from sdp4bit.quantization.random import KeySeries, KeySource, RoundingKey
+from sdp4bit.quantization.tables import Call, View
 
 FORMATS = formats.FORMATS
 _TILE = 1024
@@ -106,7 +107,7 @@ class _Compiled:
         self._lock = threading.Lock()
         self._addresses: dict[tuple[object, ...], int] = {}
         self._sum_words: Callable[..., int] | None = None
-        self.runners: dict[Callable[..., None], Callable[[int, int, int], None]] = {}
+        self.runners: dict[Callable[..., None], Callable[..., None]] = {}
         self.seconds = 0.0
         """Time in which this process has compiled or loaded kernels, or has waited for them."""
 
@@ -118,8 +119,8 @@ class _Compiled:
                     self._addresses[key] = compilation.compile_kernel(*key)
         return self._addresses[key]
 
-    def runner(self, function: Callable[..., None]) -> Callable[[int, int, int], None]:
-        """Return `kernels.run_here` or `run_parallel`, compiled."""
+    def runner(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a runner of :mod:`sdp4bit.kernels.cpu.kernels`, compiled."""
         if function not in self.runners:
             with self._compiling():
                 if function not in self.runners:
@@ -143,6 +144,21 @@ class _Compiled:
                 self.seconds += time.perf_counter() - start
 
 
+class _Recorded(NamedTuple):
+    """A call of a kernel."""
+
+    program: _Program
+    work: int  # values
+    groups: tuple[Group, ...]
+
+
+class _Recording(threading.local):
+    """The calls that the calling thread records instead of running them; None if it runs them."""
+
+    calls: list[_Recorded] | None = None
+
+
+_recording = _Recording()
 _workspace = _Workspace()
 _parallel = _ParallelRegion()
 _compiled = _Compiled()
@@ -173,7 +189,7 @@ class _Program:
         self.groups: tuple[type[Group], ...] = (*[Layout] * len(layouts), Work)
         work = Work(tile=tile, offset=_PARAMETER_BYTES, memory_stride=self.memory)
         numbers = *chain.from_iterable(_numbers_of(each, clip) for each in layouts), *work
-        self.packed = struct.pack(f"{len(numbers)}q", *numbers)
+        self.numbers, self.packed = numbers, struct.pack(f"{len(numbers)}q", *numbers)
         self.flags = Flags(
             received=None if received is None else received.format,
             sent=None if sent is None else sent.format,
@@ -183,33 +199,56 @@ class _Program:
         )
         self.kernel, self.address = kernel, 0
 
-    def launch(self, runner: Callable[..., None], threads: int, groups: tuple[Group, ...]) -> None:
-        """Run the kernel with these groups of parameters and its own."""
-        size = _PARAMETER_BYTES + threads * self.memory
-        if _workspace.size < size:
-            _workspace.grow(size)
-        address = _workspace.address
+    def compile(self, groups: tuple[Group, ...]) -> int:
+        """Return the address of the kernel for these groups of parameters and its own."""
         if not self.address:
             self.format = f"{sum(map(len, groups))}q{len(self.packed)}s"
             self.address = _compiled.kernel(self.kernel, self.flags, (*map(type, groups), *self.groups))
+        return self.address
+
+    def launch(self, groups: tuple[Group, ...], threads: int) -> None:
+        """Run the kernel with these groups of parameters and its own."""
+        memory, kernel = _working_memory(_PARAMETER_BYTES + threads * self.memory), self.compile(groups)
         struct.pack_into(self.format, _workspace.view, 0, *chain.from_iterable(groups), self.packed)
-        (_compiled.runners.get(runner) or _compiled.runner(runner))(self.address, threads, address)
+        _runner(kernels.run_here, kernels.run_parallel, threads)(kernel, threads, memory)
+
+
+def _working_memory(size: int) -> int:
+    """Return the address of the calling thread's working memory, of at least this size."""
+    if _workspace.size < size:
+        _workspace.grow(size)
+    return _workspace.address
+
+
+def _runner(here: Callable[..., None], parallel: Callable[..., None], threads: int) -> Callable[..., None]:
+    function = here if threads < 2 else parallel
+    return _compiled.runners.get(function) or _compiled.runner(function)
 
 
 def _run(program: _Program, work: int, *groups: Group) -> None:
-    """Run a program on enough threads for `work` values."""
+    """Run a program on enough threads for `work` values, or record it."""
     if not work:
         return
-    threads = min(work // _VALUES_PER_THREAD, torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    if _recording.calls is not None:
+        _recording.calls.append(_Recorded(program, work, groups))
+        return
+    _divide(work, partial(program.launch, groups))
+
+
+def _divide(work: int, launch: Callable[[int], None]) -> None:
+    """Launch on enough threads for `work` values."""
+    threads = work // _VALUES_PER_THREAD
+    if threads > 1:
+        threads = min(threads, torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if threads < 2 or not _parallel.enter():
-        program.launch(kernels.run_here, 1, groups)
+        launch(1)
         return
     try:
         previous = numba.get_num_threads()
         if previous != threads:
             numba.set_num_threads(threads)
         try:
-            program.launch(kernels.run_parallel, threads, groups)
+            launch(threads)
         finally:
             if previous != threads:
                 numba.set_num_threads(previous)
@@ -235,6 +274,131 @@ def _numbers_of(layout: MessageLayout, clip: float) -> Layout:
 
 # With the type of the class, whose arguments are checked, unlike those of a cache.
 _program = cast(type[_Program], lru_cache(maxsize=4096)(_Program))
+
+_MOVED = {
+    "subtract_quantize": {"main": ("values",), "replica": ("replica",), "nonfinite": ("nonfinite",)},
+    "dequantize_add": {"replica": ("out", "own")},
+    "hadamard_quantize": {"values": ("values",)},
+    "dequantize_reduce_quantize": {"own": ("out",)},
+    "dequantize_reduce_hadamard": {"out": ("out",), "own": ("own",)},
+    "dequantize_reduce_pieces": {"out": ("out",)},
+}
+"""By operator, the parameters that are addresses of its arguments."""
+
+
+class PackedTable:
+    """The parameters of a table's calls in one block of memory, which one call of the host runs.
+
+    It holds the addresses of the tensors that move, then a row per call of a kernel: a head from which its
+    parameters follow for these addresses and the number of the call, and the parameters.
+    """
+
+    def __init__(self, calls: Sequence[Call], tensors: Sequence[Tensor]) -> None:
+        self._calls = calls
+        self._keys = {
+            i: torch.empty(each.arguments["pieces"], 2, dtype=torch.int64)
+            for i, each in enumerate(calls)
+            if isinstance(each.arguments.get("dither"), KeySeries)
+        }
+        """Memory for the keys of pieces, by the index of their call."""
+        recorded = [(i, one) for i, each in enumerate(calls) for one in _record(each, each.bind(0, tensors))]
+        self._work = sum(one.work for _, one in recorded)
+        self._memory = max(one.program.memory for _, one in recorded)
+        rows = [[*self._head(i, one, tensors), *self._parameters(i, one)] for i, one in recorded]
+        self._width, self._count = max(map(len, rows)), len(rows)
+        numbers = [0] * kernels.MOST_MOVING
+        for row in rows:
+            numbers += row + [0] * (self._width - len(row))
+        self._table = torch.tensor(numbers, dtype=torch.int64)
+        self._view, self._address = self._table.numpy(), self._table.data_ptr()
+        self._addresses = struct.Struct(f"{len(tensors)}q")
+
+    def run(self, call: int, tensors: Sequence[Tensor]) -> None:
+        """See :class:`sdp4bit.quantization.tables.Packed`."""
+        self._addresses.pack_into(self._view, 0, *[each.data_ptr() for each in tensors])
+        _divide(self._work, partial(self._launch, call))
+
+    def _launch(self, call: int, threads: int) -> None:
+        memory = _working_memory(threads * self._memory)
+        runner = _runner(kernels.run_table, kernels.run_table_parallel, threads)
+        runner(self._address, self._width, self._count, threads, memory, call)
+
+    def _head(self, index: int, recorded: _Recorded, tensors: Sequence[Tensor]) -> list[int]:
+        call, (first, *keys), flags = self._calls[index], recorded.groups, recorded.program.flags
+        moved: list[int] = []
+        for name, view in call.arguments.items():
+            if isinstance(view, View):
+                base = tensors[view.index]
+                address = view.of(tensors).data_ptr()
+                for field in _MOVED[call.operator][name]:
+                    if getattr(first, field) == address:
+                        moved += (first._fields.index(field), view.index, address - base.data_ptr())
+        # The last key is that of received messages, the one before it that of sent ones.
+        sources: list[int] = []
+        if flags.rounding != tiles.NEAREST:
+            sources += (len(first), *_signed(call.sources["rounding"]), 0, 0)
+        if index in self._keys:
+            series, place = call.arguments["dither"], self._keys[index]
+            sources += (place.data_ptr(), *_signed(call.sources["dither"]), len(place), signed64(series.step))
+        elif flags.is_dither:
+            column = len(first) + (len(keys) - 1) * len(RoundingKey._fields)
+            sources += (column, *_signed(call.sources["dither"]), 0, 0)
+        moved += [-1, 0, 0] * (kernels.MOST_MOVED - len(moved) // 3)
+        sources += [-1, *[0] * 6] * (2 - len(sources) // 7)
+        offset = sum(map(len, recorded.groups)) + len(recorded.program.numbers) - 2
+        return [recorded.program.compile(recorded.groups), offset, *moved, *sources]
+
+    def _parameters(self, index: int, recorded: _Recorded) -> list[int]:
+        first, *others = recorded.groups
+        if index in self._keys:
+            assert isinstance(first, DequantizeRows)
+            first = first._replace(keys=self._keys[index].data_ptr())
+        *numbers, _, _ = map(int, (*chain(first, *others), *recorded.program.numbers))
+        return [*numbers, 0, self._memory]
+
+    def check(self, call: int, tensors: Sequence[Tensor]) -> None:
+        """See :class:`sdp4bit.quantization.tables.Packed`."""
+        rows = iter(self._table[kernels.MOST_MOVING :].view(-1, self._width).tolist())
+        for index, each in enumerate(self._calls):
+            arguments = each.bind(call, tensors)
+            for one in _record(each, arguments):
+                row, expected = next(rows), self._parameters(index, one)
+                found = row[kernels.HEAD_WORDS :][: len(expected)]
+                found[-2] = 0  # the offset of the working memory
+                if found != expected:
+                    raise AssertionError(f"{each.operator}: packed {found}, but {expected} are due")
+            if index in self._keys:
+                due = _keys_of(arguments["dither"], arguments["pieces"])
+                if not torch.equal(self._keys[index], due):
+                    raise AssertionError(f"{each.operator}: keys {self._keys[index]}, but {due} are due")
+
+
+def _signed(source: KeySource) -> Iterator[int]:
+    return map(signed64, source)
+
+
+def _record(call: Call, arguments: dict[str, Any]) -> list[_Recorded]:
+    """Return the calls of kernels that an operator of this module would make."""
+    first, *others = arguments.items()
+    _recording.calls = calls = list[_Recorded]()
+    try:
+        globals()[call.operator](first[1], **dict(others))
+    finally:
+        _recording.calls = None
+    return calls
+
+
+def pack(calls: Sequence[Call], tensors: Sequence[Tensor]) -> PackedTable | None:
+    """Return the calls of a table as one call; None if kernels work on copies of the values.
+
+    Args:
+        tensors: tensors to move that have the dtypes and strides of all later ones.
+    """
+    named = [argument for each in calls for argument in each.bind(0, tensors).values()]
+    is_copied = any(isinstance(each, Tensor) and each.dtype is torch.float16 for each in named)
+    if is_copied or len(tensors) > kernels.MOST_MOVING:
+        return None
+    return PackedTable(calls, tensors)
 
 
 def subtract_quantize(
@@ -357,6 +521,7 @@ def dequantize_reduce_quantize(
     dither: RoundingKey | None,
     skip: int | None = None,
     own: Tensor | None = None,
+    blocks: Tensor | None = None,
     hadamard: bool = False,
     multiplier: float = 1.0,
 ) -> None:
@@ -395,6 +560,7 @@ def dequantize_reduce_quantize(
             multiplier=multiplier,
             dither=dither and dither.at_row(skip),
             part=skip,
+            blocks=blocks,
         )
 
 
@@ -409,9 +575,12 @@ def dequantize_reduce_hadamard(
     part: int = 0,
     skip: int | None = None,
     own: Tensor | None = None,
+    own_multiplier: float = 1.0,
     blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`."""
+    if own is not None and own.dtype not in _READ_IN_PLACE:
+        own = own.float()
     terms, target = messages.shape[0], out if out.dtype in _READ_IN_PLACE else out.float()
     _run(
         _program(
@@ -432,6 +601,8 @@ def dequantize_reduce_hadamard(
             out=target.data_ptr(),
             is_bf16=target.dtype is torch.bfloat16,
             own=0 if own is None else own.data_ptr(),
+            own_is_bf16=own is not None and own.dtype is torch.bfloat16,
+            own_multiplier=_float_bits(own_multiplier),
             multiplier=_float_bits(multiplier),
             blocks=0 if blocks is None else blocks.data_ptr(),
         ),
@@ -454,7 +625,7 @@ def dequantize_reduce_pieces(
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_pieces`."""
     terms, target = messages.shape[0] // pieces, out if out.dtype in _READ_IN_PLACE else out.float()
-    keys = None if dither is None else torch.tensor([dither.key(piece)[:2] for piece in range(pieces)])
+    keys = None if dither is None else _keys_of(dither, pieces)
     _run(
         _program(
             kernels.dequantize_rows,
@@ -481,6 +652,10 @@ def dequantize_reduce_pieces(
     )
     if target is not out:
         out.copy_(target)
+
+
+def _keys_of(series: KeySeries, pieces: int) -> Tensor:
+    return torch.tensor([series.key(piece)[:2] for piece in range(pieces)])
 
 
 def add_checksum(values: Tensor, *, out: Tensor) -> None:

@@ -37,12 +37,25 @@ from sdp4bit.kernels.cpu.vectors import (
     load_f32,
     load_scalar_i64,
     splat,
+    store_scalar_i64,
     store_u8,
     store_u32,
 )
+from sdp4bit.quantization import random
 
 _ZERO = np.float32(0)
 _NOTHING = Ahead(0, 0, 0, 0)
+_STEP_OF_STREAM = np.uint64(random.STEP_OF_STREAM)
+_SPLITMIX_1, _SPLITMIX_2 = np.uint64(random.SPLITMIX_1), np.uint64(random.SPLITMIX_2)
+MOST_MOVING, MOST_MOVED = 8, 3
+"""Tensors whose addresses begin a table, and addresses of a row that move with them."""
+HEAD_WORDS = 2 + 3 * MOST_MOVED + 2 * 7
+"""Words before the parameters of a row.
+
+They are the kernel, the column of `Work.offset`, of each moved address its column or -1, its tensor and its
+offset in it, and seven words per key: its column or -1, the four numbers of its `KeySource`, and for the keys
+of pieces, whose address is then the first word, their number and the difference between their counters.
+"""
 
 
 @inline
@@ -97,7 +110,10 @@ def _finish_block(total, target, summand, flags, call, count, spare):
     if call.multiplier != ONE_BITS:
         block = block * splat(float_from_bits(call.multiplier))
     if summand:
-        block = block + load_values(summand, call.own_is_bf16, count, spare)
+        own = load_values(summand, call.own_is_bf16, count, spare)
+        if call.own_multiplier != ONE_BITS:
+            own = own * splat(float_from_bits(call.own_multiplier))
+        block = block + own
     store_values(target, call.is_bf16, count, block, spare)
 
 
@@ -235,9 +251,9 @@ def dequantize_rows(thread, threads, parameters):
     """Write the sum of messages of row i, except the one `skip`, to row i.
 
     The first messages of rows are `row_step` bytes apart. The sum is transformed if `hadamard`, multiplied,
-    and added to the row of `own`, unless that is 0; only an `own` that is `out` has its blocks. Rows but the
-    last one end after `short` values. `initial`, from which sums start, and `multiplier` are the bits of fp32
-    numbers. `keys` is the address of the keys of each row, or 0 if all have the same.
+    and added to the row of `own` times `own_multiplier`, unless `own` is 0. Rows but the last one end after
+    `short` values. `initial`, from which sums start, and the multipliers are the bits of fp32 numbers. `keys`
+    is the address of the keys of each row, or 0 if all have the same.
     """
     flags, call, key, layout, work = unpack(parameters)
     total, spare, _, table = _locate(thread, parameters, work)
@@ -262,14 +278,16 @@ def dequantize_rows(thread, threads, parameters):
                 total, start, count, group, codes, scales, call.skip, layout, terms, key.first, spare
             )
         target = call.out + row * call.out_stride
-        added = call.own + row * call.out_stride + (start << own_shift)
+        added = call.own + row * call.out_stride
         if flags.has_blocks:
             for i in range(0, count, 32):
-                place, size = _block_of(target, call.blocks, (start + i) >> 5, shift)
-                summand = place if call.own == call.out else added + (i << own_shift) if call.own else 0
+                number = (start + i) >> 5
+                place, size = _block_of(target, call.blocks, number, shift)
+                summand = _block_of(added, call.blocks, number, own_shift)[0] if call.own else 0
                 _finish_block(total + 4 * i, place, summand, flags, call, size, spare)
         else:
             target += start << shift
+            added += start << own_shift
             whole = min(count, (end - start) & ~31)
             for i in range(0, whole, 32):
                 summand = added + (i << own_shift) if call.own else 0
@@ -304,6 +322,65 @@ def run_parallel(kernel, threads, parameters):
     """Run a kernel on numba's threads; kernel and parameters are addresses."""
     for thread in prange(threads):
         _call(kernel, thread, threads, parameters)
+
+
+@inline
+def _mixed(z):
+    """Return both keys of a counter in one number; see `random.KeySource`."""
+    z = (z ^ (z >> np.uint64(30))) * _SPLITMIX_1
+    z = (z ^ (z >> np.uint64(27))) * _SPLITMIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+@inline
+def _write_keys(place, z):
+    mixed = _mixed(z)
+    store_scalar_i64(place, np.int64(mixed & np.uint64(0xFFFFFFFF)))
+    store_scalar_i64(place + 8, np.int64(mixed >> np.uint64(32)))
+
+
+@inline
+def _move(table, width, rows, memory, call):
+    """Write the parameters of a table's rows that differ between calls: addresses, and random keys."""
+    for row in range(rows):
+        entry = table + 8 * (MOST_MOVING + width * row)
+        parameters = entry + 8 * HEAD_WORDS
+        store_scalar_i64(parameters + 8 * load_scalar_i64(entry + 8), memory - parameters)
+        for i in range(MOST_MOVED):
+            column = load_scalar_i64(entry + 8 * (2 + 3 * i))
+            if column >= 0:
+                base = load_scalar_i64(table + 8 * load_scalar_i64(entry + 8 * (3 + 3 * i)))
+                store_scalar_i64(parameters + 8 * column, base + load_scalar_i64(entry + 8 * (4 + 3 * i)))
+        for i in range(2):
+            key = entry + 8 * (2 + 3 * MOST_MOVED + 7 * i)
+            column, pieces = load_scalar_i64(key), load_scalar_i64(key + 40)
+            if column >= 0:
+                step = call * load_scalar_i64(key + 16) + load_scalar_i64(key + 24)
+                step &= load_scalar_i64(key + 32)
+                z = np.uint64(load_scalar_i64(key + 8)) + np.uint64(step) * _STEP_OF_STREAM
+                if pieces == 0:
+                    _write_keys(parameters + 8 * column, z)
+                for piece in range(pieces):
+                    _write_keys(column + 16 * piece, z)
+                    z += np.uint64(load_scalar_i64(key + 48))
+
+
+def run_table(table, width, rows, threads, memory, call):
+    """Run the kernels of a table's rows on the calling thread; see `backend.PackedTable`."""
+    _move(table, width, rows, memory, call)
+    for row in range(rows):
+        entry = table + 8 * (MOST_MOVING + width * row)
+        for thread in range(threads):
+            _call(load_scalar_i64(entry), thread, threads, entry + 8 * HEAD_WORDS)
+
+
+def run_table_parallel(table, width, rows, threads, memory, call):
+    """Run the kernels of a table's rows on numba's threads, each with its share of every row."""
+    _move(table, width, rows, memory, call)
+    for thread in prange(threads):
+        for row in range(rows):
+            entry = table + 8 * (MOST_MOVING + width * row)
+            _call(load_scalar_i64(entry), thread, threads, entry + 8 * HEAD_WORDS)
 
 
 def sum_words(words, factors, stripe_words, golden):

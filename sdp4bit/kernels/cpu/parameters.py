@@ -107,6 +107,7 @@ class DequantizeRows(NamedTuple):
     skip: int = NO_INDEX  # a message
     own: int = 0
     own_is_bf16: int = 0
+    own_multiplier: int = ONE_BITS  # fp32 bits
     initial: int = 0  # fp32 bits from which sums start
     multiplier: int = ONE_BITS  # fp32 bits
     keys: int = 0  # both keys of each row, or 0 if all rows have those of the RoundingKey

@@ -174,6 +174,7 @@ def _narrow_bf16(builder: Any, value: Any, target: Any) -> Any:
 
 store_f32 = _storer(FLOAT, _as_is)
 store_bf16 = _storer(INT16, _narrow_bf16)
+store_scalar_i64 = _storer(INT64, _as_is)
 store_u8, store_u16, store_u32 = (_storer(memory, _truncate) for memory in (INT8, INT16, INT32))
 
 

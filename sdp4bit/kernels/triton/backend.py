@@ -19,18 +19,20 @@ CPU tensors work if TRITON_INTERPRET=1 was set before Triton was imported, for t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from sdp4bit.kernels.triton import tables
+from sdp4bit.kernels.triton.checksum import checksum_kernel
 from sdp4bit.kernels.triton.codes import DITHER, NEAREST, STOCHASTIC
 from sdp4bit.kernels.triton.formats import FORMATS
 from sdp4bit.kernels.triton.kernels import (
-    checksum_kernel,
     dequantize_kernel,
     quantize_kernel,
     reduce_hadamard_kernel,
@@ -42,6 +44,7 @@ from sdp4bit.quantization.checksum import STRIPE_WORDS, bytes_of, signed64
 from sdp4bit.quantization.formats import BLOCK
 from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT, MessageLayout
 from sdp4bit.quantization.random import KeySeries, RoundingKey
+from sdp4bit.quantization.tables import Call, launches
 
 _MAX_SLOTS = 256
 """Maximum slots of a group in registers; a longer group is read twice."""
@@ -67,6 +70,8 @@ _CHECKSUM_WORDS, _CHECKSUM_WARPS = 1024, 4
 """Words of a piece per program, 64 bytes per thread; not varied."""
 _MODES: dict[bool | None, int] = {None: NEAREST.value, False: STOCHASTIC.value, True: DITHER.value}
 """Rounding modes by `rounding and rounding.dither`."""
+_NO_TABLE = (None, 0, 0)
+"""The numbers of a kernel that describe sections, see `tables.py`."""
 _VALUE_UNIT = 16
 """Rows whose length and strides are multiples of this are read and written in 16-byte vectors."""
 
@@ -118,6 +123,25 @@ def _launch(
     rows = parts * destinations
     if not tiles * rows:
         return
+    recording = tables.recording.launches
+    if recording is not None:
+        recording.append(tables.Launch(kernel, grid, tensors, numbers, constants, num_warps, registers))
+        return
+    device = tensors[-1].device
+    programs = _programs(tiles, rows, num_warps, registers, device), parts, destinations
+    _launch_programs(kernel, programs, tensors, numbers, constants, num_warps, registers=registers)
+
+
+def _launch_programs(
+    kernel: Any,
+    programs: tuple[int, int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int | float | Tensor | None, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+    *,
+    registers: int,
+) -> None:
     device = tensors[-1].device
     is_cpu = device.type == "cpu"
     if is_cpu and _IS_COMPILED:
@@ -125,10 +149,32 @@ def _launch(
             f"Triton kernels need CUDA tensors, got {device}: use the numba or reference back end, or "
             "set TRITON_INTERPRET=1 before Triton is imported to interpret them on the CPU"
         )
-    programs = _programs(tiles, rows, num_warps, registers, device), parts, destinations
     is_current = is_cpu or device.index == torch.cuda.current_device()
     with nullcontext() if is_current else torch.cuda.device(device):
         launch(kernel, programs, tensors, numbers, constants, num_warps, registers=registers)
+
+
+def pack(calls: Sequence[Call], tensors: Sequence[Tensor]) -> tables.PackedTable:
+    """Return the calls of a table as launches for all sections of a kind."""
+    return tables.PackedTable(calls, tensors, join=_join, launch=_launch_programs)
+
+
+def _join(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[tables.Joined]:
+    joined = []
+    for alike in launches(calls):
+        arguments = [each.bind(0, tensors) for each in alike]
+        tables.recording.launches = found = list[tables.Launch]()
+        try:
+            for each, named in zip(alike, arguments, strict=True):
+                first, *others = named.values()
+                names = list(named)[1:]
+                globals()[each.operator](first, **dict(zip(names, others, strict=True)))
+        finally:
+            tables.recording.launches = None
+        if len(found) == len(alike):
+            programs_of = partial(_programs, device=found[0].tensors[-1].device)
+            joined.append(tables.Joined(found, alike, tensors, arguments=arguments, programs_of=programs_of))
+    return joined
 
 
 def _signed(bits: int) -> int:
@@ -225,6 +271,7 @@ def _quantize(
             *(strides[0] // unit, strides[1] // unit),
             *(layout.padded_numel // BLOCK, out_stride, *_rounding_numbers(rounding), skip),
             None if nonfinite is None else nonfinite.view(torch.uint8),
+            *_NO_TABLE,
         ),
         (
             *(unit, FORMATS[layout.format.name], float(clip), _group_blocks(layout), groups, slots),
@@ -295,7 +342,7 @@ def dequantize_add(
         (messages, replica),
         (
             layout.numel // unit if blocks is None else blocks,
-            *(row_blocks, _message_stride(messages), row_stride // unit),
+            *(row_blocks, _message_stride(messages), row_stride // unit, *_NO_TABLE),
         ),
         (unit, FORMATS[layout.format.name], _group_blocks(layout), slots, accumulate),
         # 16 bytes of the replica per thread, the widest store.
@@ -350,6 +397,7 @@ def dequantize_reduce_quantize(
     dither: RoundingKey | None,
     skip: int | None = None,
     own: Tensor | None = None,
+    blocks: Tensor | None = None,
     hadamard: bool = False,
     multiplier: float = 1.0,
 ) -> None:
@@ -360,7 +408,7 @@ def dequantize_reduce_quantize(
     """
     is_paired = rounding is not None and messages.shape[0] <= _MAX_PAIRED and _in_pairs(sent)
     groups, slots, tiles = _tile(sent, _warp_size(out.device) * (1 + is_paired))
-    unit = math.gcd(_VALUE_UNIT, received.numel)
+    unit = math.gcd(_VALUE_UNIT, received.numel) if blocks is None else 1
     _launch(
         reduce_quantize_kernel,
         (tiles, sent.parts, out.shape[0] - (skip is not None and own is None)),
@@ -370,7 +418,7 @@ def dequantize_reduce_quantize(
             *(received.parts, sent.parts, skip),
             *_rounding_numbers(rounding),
             *_dither_numbers(dither),
-            *(multiplier, received.numel // unit),
+            *(multiplier, received.numel // unit if blocks is None else blocks, *_NO_TABLE),
         ),
         (
             *(_unrolled(messages.shape[0]), FORMATS[received.format.name], _group_blocks(received)),
@@ -393,6 +441,7 @@ def dequantize_reduce_hadamard(
     part: int = 0,
     skip: int | None = None,
     own: Tensor | None = None,
+    own_multiplier: float = 1.0,
     blocks: Tensor | None = None,
 ) -> None:
     """See :func:`sdp4bit.quantization.ops.dequantize_reduce_hadamard`.
@@ -400,8 +449,8 @@ def dequantize_reduce_hadamard(
     Bytes per value: k * (bits / 8 + 2 / group_size) read, 4 (fp32) written and, with own values, 4 read.
     Four messages of 4 bits with groups of 128 take 6.06.
     """
-    own_unit, row_blocks = math.gcd(_VALUE_UNIT, layout.numel), layout.padded_numel // BLOCK
-    unit = own_unit if blocks is None else 1
+    row_blocks = layout.padded_numel // BLOCK
+    unit = math.gcd(_VALUE_UNIT, layout.numel) if blocks is None else 1
     slots, count = _warp_size(out.device), messages.shape[0] - (skip is not None)
     _launch(
         reduce_hadamard_kernel,
@@ -411,11 +460,11 @@ def dequantize_reduce_hadamard(
             layout.numel // unit if blocks is None else blocks,
             *(count, row_blocks, _message_stride(messages)),
             *(part, layout.parts, multiplier, *_dither_numbers(dither)[:3]),
-            *(skip, layout.numel // own_unit),
+            *(skip, None if own_multiplier == 1.0 else float(own_multiplier), *_NO_TABLE),
         ),
         (
             *(unit, _unrolled(count), FORMATS[layout.format.name], _group_blocks(layout), slots),
-            *(hadamard, own is not None, own_unit),
+            *(hadamard, own is not None),
         ),
         _warps(slots, 16, out.device),
         registers=_MOST_REGISTERS,
@@ -446,6 +495,7 @@ def dequantize_reduce_pieces(
         (
             *(layout.numel // unit, stride // unit, count, row_blocks, _message_stride(messages), multiplier),
             *((None, 0) if dither is None else map(signed64, dither)),
+            *_NO_TABLE,
         ),
         (unit, _unrolled(count), FORMATS[layout.format.name], _group_blocks(layout), slots, hadamard),
         _warps(slots, 16, out.device),

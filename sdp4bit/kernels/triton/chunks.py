@@ -204,6 +204,68 @@ def chunks_of(group, slot, blocks, FORMAT: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _read_transformed(
+    row, numel, low_chunk, high_chunk, mask, is_odd,
+    UNIT: tl.constexpr, FORMAT: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of a row, transformed. Stride 16 joins the two chunks of a block."""
+    if not of(FORMAT, "in_halves"):
+        # The two chunks are the low and the high one of a slot.
+        first = load_mixed(row, low_chunk, mask, numel, UNIT, FORMAT)
+        second = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
+        return first + second, first - second
+    elif PAIRED:
+        # The two chunks are the low ones of a pair of slots, or the high ones. If the last slot has no
+        # partner, the low chunk's block continues in the group's high chunks.
+        first = load_mixed(row, low_chunk, mask, numel, UNIT, FORMAT)
+        second = load_mixed(row, low_chunk + 1, mask, numel, UNIT, FORMAT)
+        if is_odd:
+            # The high chunks of a pair belong to two blocks, whose other chunks are read and transformed too.
+            high = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
+            twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, FORMAT)
+            next_high = load_mixed(row, high_chunk + 1, mask, numel, UNIT, FORMAT)
+            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, UNIT, FORMAT)
+            is_first = tl.expand_dims(high_chunk & 1, -1) == 0
+            high = tl.where(is_first, high + twin, twin - high)
+            next_high = tl.where(is_first, next_twin - next_high, next_high + next_twin)
+        else:
+            even = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
+            odd = load_mixed(row, high_chunk + 1, mask, numel, UNIT, FORMAT)
+            high = even + odd
+            next_high = even - odd
+        return first + second, high, first - second, next_high
+    else:
+        # The two chunks are in different threads. The other chunk of each block is read again from the cache
+        # and transformed again. The first chunk of a block becomes the sum, the second the difference.
+        low = load_mixed(row, low_chunk, mask, numel, UNIT, FORMAT)
+        high = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
+        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, UNIT, FORMAT)
+        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, FORMAT)
+        low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
+        high = tl.where(tl.expand_dims(high_chunk & 1, -1) == 0, high + high_twin, high_twin - high)
+        return low, high
+
+
+@triton.jit
+def read_values(
+    row, replica, numel, group, slot, blocks, is_odd,
+    UNIT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    HAS_REPLICA: tl.constexpr, HADAMARD: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of a row, minus the replica or transformed."""
+    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, FORMAT, GROUP)
+    if HADAMARD:
+        return _read_transformed(row, numel, low_chunk, high_chunk, mask, is_odd, UNIT, FORMAT, PAIRED)
+    else:
+        low = load_for(row, low_chunk, mask, numel, UNIT, FORMAT)
+        high = load_for(row, high_chunk, mask, numel, UNIT, FORMAT)
+        if HAS_REPLICA:
+            low -= load_for(replica, low_chunk, mask, numel, UNIT, FORMAT)
+            high -= load_for(replica, high_chunk, mask, numel, UNIT, FORMAT)
+        return low, high
+
+
+@triton.jit
 def ends_odd(tile, blocks, GROUP: tl.constexpr, GROUPS: tl.constexpr, ODD_ROW: tl.constexpr):
     """Return whether a tile ends a row whose last group has an odd number of blocks, with ODD_ROW."""
     if ODD_ROW:

@@ -20,11 +20,10 @@ from sdp4bit.kernels.triton.chunks import (
     codes_and_scales,
     ends_odd,
     float_from_bf16,
-    load_for,
-    load_mixed,
     load_values,
     mix16,
     offsets,
+    read_values,
     scale_slots,
     store_values,
 )
@@ -35,6 +34,7 @@ from sdp4bit.kernels.triton.codes import (
     LOW_BIAS,
     LOW_EXPONENT,
     LOW_NIBBLE,
+    NEAREST,
     add_product,
     compute_scale,
     decode_int4,
@@ -44,80 +44,31 @@ from sdp4bit.kernels.triton.codes import (
 )
 from sdp4bit.kernels.triton.coding import of
 from sdp4bit.kernels.triton.random_bits import draw_dither, draw_dithers
-from sdp4bit.quantization.checksum import GOLDEN, ROUNDS, STRIPE_WORDS, signed64
+from sdp4bit.kernels.triton.sections import (
+    DITHER_KEY,
+    OTHER_STRIDE,
+    OTHER_VALUES,
+    RECEIVED,
+    ROUNDING_KEY,
+    SENT,
+    STRIDE,
+    VALUES,
+    counter_of,
+    find_section,
+    keys_of,
+    lengths_of,
+    random_of,
+)
 
 # Arguments that Triton must not specialize, because they vary between calls.
 _RUNTIME = [
     *("numel", "blocks", "count", "k0", "k1", "first_block", "row_blocks"),
     *("destination_stride", "part_stride", "row_stride", "stride", "out_stride", "multiplier"),
-    *("part", "parts_in", "parts_out", "skip", "own_numel", "nonfinite", "units"),
+    *("part", "parts_in", "parts_out", "skip", "own_numel", "nonfinite"),
     *("piece_stride", "first_key", "key_step"),
     *("sender_mask", "k0_in", "k1_in", "first_block_in", "row_blocks_in"),
+    *("own_multiplier", "table", "sections", "call"),
 ]
-_GOLDEN, _STRIPE_WORDS = tl.constexpr(signed64(GOLDEN)), tl.constexpr(STRIPE_WORDS)
-_FIRST_ROUND, _SECOND_ROUND, _THIRD_ROUND = (tl.constexpr((bits, signed64(f))) for bits, f in ROUNDS)
-
-
-@triton.jit
-def _read_transformed(
-    row, numel, low_chunk, high_chunk, mask, is_odd,
-    UNIT: tl.constexpr, FORMAT: tl.constexpr, PAIRED: tl.constexpr,
-):  # fmt: skip
-    """Return a tile of a row, transformed. Stride 16 joins the two chunks of a block."""
-    if not of(FORMAT, "in_halves"):
-        # The two chunks are the low and the high one of a slot.
-        first = load_mixed(row, low_chunk, mask, numel, UNIT, FORMAT)
-        second = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
-        return first + second, first - second
-    elif PAIRED:
-        # The two chunks are the low ones of a pair of slots, or the high ones. If the last slot has no
-        # partner, the low chunk's block continues in the group's high chunks.
-        first = load_mixed(row, low_chunk, mask, numel, UNIT, FORMAT)
-        second = load_mixed(row, low_chunk + 1, mask, numel, UNIT, FORMAT)
-        if is_odd:
-            # The high chunks of a pair belong to two blocks, whose other chunks are read and transformed too.
-            high = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
-            twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, FORMAT)
-            next_high = load_mixed(row, high_chunk + 1, mask, numel, UNIT, FORMAT)
-            next_twin = load_mixed(row, (high_chunk + 1) ^ 1, mask, numel, UNIT, FORMAT)
-            is_first = tl.expand_dims(high_chunk & 1, -1) == 0
-            high = tl.where(is_first, high + twin, twin - high)
-            next_high = tl.where(is_first, next_twin - next_high, next_high + next_twin)
-        else:
-            even = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
-            odd = load_mixed(row, high_chunk + 1, mask, numel, UNIT, FORMAT)
-            high = even + odd
-            next_high = even - odd
-        return first + second, high, first - second, next_high
-    else:
-        # The two chunks are in different threads. The other chunk of each block is read again from the cache
-        # and transformed again. The first chunk of a block becomes the sum, the second the difference.
-        low = load_mixed(row, low_chunk, mask, numel, UNIT, FORMAT)
-        high = load_mixed(row, high_chunk, mask, numel, UNIT, FORMAT)
-        low_twin = load_mixed(row, low_chunk ^ 1, mask, numel, UNIT, FORMAT)
-        high_twin = load_mixed(row, high_chunk ^ 1, mask, numel, UNIT, FORMAT)
-        low = tl.where(tl.expand_dims(low_chunk & 1, -1) == 0, low + low_twin, low_twin - low)
-        high = tl.where(tl.expand_dims(high_chunk & 1, -1) == 0, high + high_twin, high_twin - high)
-        return low, high
-
-
-@triton.jit
-def _read_values(
-    row, replica, numel, group, slot, blocks, is_odd,
-    UNIT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
-    HAS_REPLICA: tl.constexpr, HADAMARD: tl.constexpr, PAIRED: tl.constexpr,
-):  # fmt: skip
-    """Return a tile of a row, minus the replica or transformed."""
-    low_chunk, high_chunk, mask = chunks_of(group, slot, blocks, FORMAT, GROUP)
-    if HADAMARD:
-        return _read_transformed(row, numel, low_chunk, high_chunk, mask, is_odd, UNIT, FORMAT, PAIRED)
-    else:
-        low = load_for(row, low_chunk, mask, numel, UNIT, FORMAT)
-        high = load_for(row, high_chunk, mask, numel, UNIT, FORMAT)
-        if HAS_REPLICA:
-            low -= load_for(replica, low_chunk, mask, numel, UNIT, FORMAT)
-            high -= load_for(replica, high_chunk, mask, numel, UNIT, FORMAT)
-        return low, high
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -137,6 +88,9 @@ def quantize_kernel(
     sender_mask,  # of dither, or None
     skip,  # a destination that is left out, or None
     nonfinite,  # uint8, set to 1 if a group is not finite, or None
+    table,  # see `find_section`; None if the arguments above describe all values
+    sections,
+    call: tl.int64,
     UNIT: tl.constexpr,
     FORMAT: tl.constexpr,
     CLIP: tl.constexpr,
@@ -154,6 +108,16 @@ def quantize_kernel(
     A tile is GROUPS groups of a row. A group of more than SLOTS blocks is read twice, for its scale and for
     its codes, except for the first SLOTS, which stay in registers.
     """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if table is not None:
+        row, program, programs = find_section(table, sections, program)
+        values += tl.load(row + VALUES) * UNIT
+        replica += tl.load(row + OTHER_VALUES) * UNIT
+        out += tl.load(row + SENT) * 16
+        numel, blocks = lengths_of(row, table, numel)
+        destination_stride, part_stride = tl.load(row + STRIDE), tl.load(row + OTHER_STRIDE)
+        if ROUNDING != NEAREST:
+            first_block, row_blocks, k0, k1 = random_of(row, call, ROUNDING_KEY)
     part, parts = tl.program_id(1), tl.num_programs(1)
     destination = tl.program_id(2)
     if skip is not None:
@@ -166,17 +130,17 @@ def quantize_kernel(
     places = scale_slots(part, parts, blocks, FORMAT, GROUP)
     slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
-    for tile in range(tl.program_id(0), tl.cdiv(places, GROUPS), tl.num_programs(0)):
+    for tile in range(program, tl.cdiv(places, GROUPS), programs):
         group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
         is_odd = ends_odd(tile, blocks, GROUP, GROUPS, ODD_ROW)
-        held = _read_values(
+        held = read_values(
             source, replica, numel, group, slot, blocks, is_odd,
             UNIT, FORMAT, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
         )  # fmt: skip
         largest = largest_bits(held)
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
-                again = _read_values(
+                again = read_values(
                     source, replica, numel, group, slot + i, blocks, is_odd,
                     UNIT, FORMAT, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
@@ -195,7 +159,7 @@ def quantize_kernel(
         )  # fmt: skip
         if SLOTS < GROUP:
             for i in range(SLOTS, tl.minimum(blocks - tile * GROUP, GROUP), SLOTS):
-                again = _read_values(
+                again = read_values(
                     source, replica, numel, group, slot + i, blocks, is_odd,
                     UNIT, FORMAT, GROUP, HAS_REPLICA, HADAMARD, PAIRED,
                 )  # fmt: skip
@@ -262,18 +226,20 @@ def _read_sums(
 
 @triton.jit
 def _write_sums(
-    codes, scales, step, count, blocks, written, own, out, numel, multiplier, first_block, k0, k1, skip,
-    own_numel,
+    program, programs, codes, scales, step, count, blocks, written, own, own_multiplier, out, numel,
+    multiplier, first_block, k0, k1, skip,
     UNIT: tl.constexpr, COUNT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    HADAMARD: tl.constexpr, HAS_OWN: tl.constexpr, OWN_UNIT: tl.constexpr,
+    HADAMARD: tl.constexpr, HAS_OWN: tl.constexpr,
 ):  # fmt: skip
     """Write a part's sum over the messages, transformed, times the multiplier, plus the own values.
+
+    `own_multiplier` is that of the own values, or None for 1.
 
     A tile is ROWS blocks, independent of groups. Both chunks of a block are in one thread, so that the
     transform needs no exchange. The bytes of an int4 group are read once for each nibble, the second time
     from the cache. Only the first `written` blocks are written.
     """
-    for tile in range(tl.program_id(0), tl.cdiv(written, ROWS), tl.num_programs(0)):
+    for tile in range(program, tl.cdiv(written, ROWS), programs):
         block = tile * ROWS + tl.arange(0, ROWS)
         mask = block < written
         low_chunk = block * 2
@@ -299,16 +265,21 @@ def _write_sums(
         low *= multiplier
         high *= multiplier
         if HAS_OWN:
-            low += load_values(own, low_chunk, mask, own_numel, OWN_UNIT)
-            high += load_values(own, high_chunk, mask, own_numel, OWN_UNIT)
+            own_low = load_values(own, low_chunk, mask, numel, UNIT)
+            own_high = load_values(own, high_chunk, mask, numel, UNIT)
+            if own_multiplier is not None:
+                own_low *= own_multiplier
+                own_high *= own_multiplier
+            low += own_low
+            high += own_high
         store_values(out, low_chunk, low, mask, numel, UNIT)
         store_values(out, high_chunk, high, mask, numel, UNIT)
 
 
 @triton.jit
 def _quantize_sums(
-    codes_in, scales_in, step, count, blocks, message, part, parts, random, k0, k1, sender_mask,
-    random_in, k0_in, k1_in,
+    program, programs, codes_in, scales_in, step, count, blocks, message, part, parts, random, k0, k1,
+    sender_mask, random_in, k0_in, k1_in,
     COUNT: tl.constexpr, FORMAT_IN: tl.constexpr, GROUP_IN: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROUNDING: tl.constexpr,
     PAIRED: tl.constexpr, ODD_ROW: tl.constexpr,
@@ -321,7 +292,7 @@ def _quantize_sums(
     places = scale_slots(part, parts, blocks, FORMAT, GROUP)
     slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
-    for tile in range(tl.program_id(0), tl.cdiv(places, GROUPS), tl.num_programs(0)):
+    for tile in range(program, tl.cdiv(places, GROUPS), programs):
         group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
         is_odd = ends_odd(tile, blocks, GROUP, GROUPS, ODD_ROW)
         held = _read_sums(
@@ -377,7 +348,10 @@ def reduce_quantize_kernel(
     first_block_in,  # of the dither of received messages, or None
     row_blocks_in,
     multiplier,
-    own_numel,  # in units of OWN_UNIT values
+    own_numel,  # in units of OWN_UNIT values, or the table of the blocks of `own`
+    table,  # as in quantize_kernel
+    sections,
+    call: tl.int64,
     COUNT: tl.constexpr,
     FORMAT_IN: tl.constexpr,
     GROUP_IN: tl.constexpr,
@@ -399,6 +373,17 @@ def reduce_quantize_kernel(
     A tile is GROUPS sent groups. Each chunk finds its own received codes and scale, so the two group sizes
     are independent. Long groups are read twice, as above.
     """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if table is not None:
+        row, program, programs = find_section(table, sections, program)
+        messages += tl.load(row + RECEIVED) * 16
+        own += tl.load(row + VALUES) * OWN_UNIT
+        out += tl.load(row + SENT) * 16
+        own_numel, blocks = lengths_of(row, table, own_numel)
+        if ROUNDING != NEAREST:
+            first_block, row_blocks, k0, k1 = random_of(row, call, ROUNDING_KEY)
+        if first_block_in is not None:
+            first_block_in, row_blocks_in, k0_in, k1_in = random_of(row, call, DITHER_KEY)
     place, destination = tl.program_id(1), tl.program_id(2)
     if skip is not None and not HAS_OWN:
         destination += destination >= skip
@@ -415,13 +400,14 @@ def reduce_quantize_kernel(
         is_own = part == skip
     if is_own:
         _write_sums(
-            codes_in, scales_in, step, count, blocks, blocks, own, own, own_numel, multiplier,
-            random_in, k0_in, k1_in, None, own_numel,
-            OWN_UNIT, COUNT, FORMAT_IN, GROUP_IN, ROWS, HADAMARD, False, OWN_UNIT,
+            program, programs, codes_in, scales_in, step, count, blocks, blocks, own, None, own, own_numel,
+            multiplier, random_in, k0_in, k1_in, None,
+            OWN_UNIT, COUNT, FORMAT_IN, GROUP_IN, ROWS, HADAMARD, False,
         )  # fmt: skip
     else:
         _quantize_sums(
-            codes_in, scales_in, step, count, blocks, out + destination * (out_stride.to(tl.int64) * 16),
+            program, programs, codes_in, scales_in, step, count, blocks,
+            out + destination * (out_stride.to(tl.int64) * 16),
             place, parts_out, first_block + (destination * parts_out + place) * row_blocks, k0, k1,
             sender_mask, random_in, k0_in, k1_in,
             COUNT, FORMAT_IN, GROUP_IN, FORMAT, GROUP, GROUPS, SLOTS, ROUNDING, PAIRED, ODD_ROW,
@@ -436,6 +422,9 @@ def dequantize_kernel(
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
     row_stride: tl.int64,
+    table,  # as in quantize_kernel
+    sections,
+    call: tl.int64,
     UNIT: tl.constexpr,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -446,11 +435,18 @@ def dequantize_kernel(
 
     A tile is ROWS consecutive slots, independent of groups.
     """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if table is not None:
+        section, program, programs = find_section(table, sections, program)
+        messages += tl.load(section + RECEIVED) * 16
+        replica += tl.load(section + VALUES) * UNIT
+        numel, blocks = lengths_of(section, table, numel)
+        row_stride = tl.load(section + STRIDE)
     row = tl.program_id(1)
     message = messages + row * (stride.to(tl.int64) * 16)
     codes, scales = codes_and_scales(message, 0, 1, blocks, FORMAT, GROUP)
     values = replica + row * (row_stride.to(tl.int64) * UNIT)
-    for tile in range(tl.program_id(0), tl.cdiv(blocks, ROWS), tl.num_programs(0)):
+    for tile in range(program, tl.cdiv(blocks, ROWS), programs):
         position = tile * ROWS + tl.arange(0, ROWS)
         group = position // GROUP
         low_chunk, high_chunk, mask = chunks_of(group, position - group * GROUP, blocks, FORMAT, GROUP)
@@ -481,7 +477,7 @@ def reduce_hadamard_kernel(
     messages,
     own,
     out,
-    numel,  # in units of UNIT values, or the table of the blocks of the output
+    numel,  # in units of UNIT values, or the table of the blocks of the output and the own values
     count,
     blocks,  # of 32 values in a row, with padding
     stride: tl.int64,  # in units of 16 bytes
@@ -492,7 +488,10 @@ def reduce_hadamard_kernel(
     k1_in,
     first_block_in,  # of dither, or None
     skip,  # a message that is left out and not counted, or None
-    own_numel,  # in units of OWN_UNIT values
+    own_multiplier,  # or None for 1
+    table,  # as in quantize_kernel
+    sections,
+    call: tl.int64,
     UNIT: tl.constexpr,
     COUNT: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -500,28 +499,23 @@ def reduce_hadamard_kernel(
     ROWS: tl.constexpr,
     HADAMARD: tl.constexpr,
     HAS_OWN: tl.constexpr,
-    OWN_UNIT: tl.constexpr,
 ):
     """Write a part's sum over the messages to the output; see _write_sums."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if table is not None:
+        row, program, programs = find_section(table, sections, program)
+        messages += tl.load(row + RECEIVED) * 16
+        own += tl.load(row + OTHER_VALUES) * UNIT
+        out += tl.load(row + VALUES) * UNIT
+        numel, blocks = lengths_of(row, table, numel)
+        if first_block_in is not None:
+            first_block_in, _, k0_in, k1_in = random_of(row, call, DITHER_KEY)
     codes, scales = codes_and_scales(messages, part, parts_in, blocks, FORMAT, GROUP)
     _write_sums(
-        codes, scales, stride.to(tl.int64) * 16, count, blocks, blocks, own, out, numel, multiplier,
-        first_block_in, k0_in, k1_in, skip, own_numel,
-        UNIT, COUNT, FORMAT, GROUP, ROWS, HADAMARD, HAS_OWN, OWN_UNIT,
+        program, programs, codes, scales, stride.to(tl.int64) * 16, count, blocks, blocks, own,
+        own_multiplier, out, numel, multiplier, first_block_in, k0_in, k1_in, skip,
+        UNIT, COUNT, FORMAT, GROUP, ROWS, HADAMARD, HAS_OWN,
     )  # fmt: skip
-
-
-@triton.jit
-def _mix(x, ROUND: tl.constexpr):
-    shifted = x.to(tl.uint64, bitcast=True) >> ROUND[0]
-    return (x ^ shifted.to(tl.int64, bitcast=True)) * ROUND[1]
-
-
-@triton.jit
-def _odd_factors(number):
-    """Return odd pseudo-random int64 factors of int64 numbers, as `checksum.stripe_factors`."""
-    x = (number + 1) * _GOLDEN
-    return _mix(_mix(_mix(x, _FIRST_ROUND), _SECOND_ROUND), _THIRD_ROUND) | 1
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -536,6 +530,9 @@ def reduce_pieces_kernel(
     multiplier,
     first_key,  # of the dither of piece 0, before mixing, or None
     key_step,
+    table,  # as in quantize_kernel
+    sections,
+    call: tl.int64,
     UNIT: tl.constexpr,
     COUNT: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -547,6 +544,15 @@ def reduce_pieces_kernel(
 
     The grid is [programs, pieces]. A piece ends where the next one begins.
     """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if table is not None:
+        row, program, programs = find_section(table, sections, program)
+        messages += tl.load(row + RECEIVED) * 16
+        out += tl.load(row + VALUES) * UNIT
+        numel, blocks = lengths_of(row, table, numel)
+        piece_stride = tl.load(row + STRIDE)
+        if first_key is not None:
+            first_key = counter_of(row, call, DITHER_KEY)
     piece, pieces = tl.program_id(1), tl.num_programs(1)
     step = stride.to(tl.int64) * 16
     codes, scales = codes_and_scales(messages + piece * step, 0, 1, blocks, FORMAT, GROUP)
@@ -558,44 +564,11 @@ def reduce_pieces_kernel(
     k1 = 0
     if first_key is not None:
         # The keys of `KeySeries`, once per program.
-        key = first_key.to(tl.int64) + piece * key_step.to(tl.int64)
-        key = _mix(_mix(_mix(key, _FIRST_ROUND), _SECOND_ROUND), _THIRD_ROUND)
         first_block = 0
-        k0 = key.to(tl.int32)
-        k1 = (key >> 32).to(tl.int32)
+        k0, k1 = keys_of(first_key.to(tl.int64) + piece * key_step.to(tl.int64))
     place = out + piece * (units * UNIT)
     _write_sums(
-        codes, scales, step * pieces, count, blocks, written, out, place, end, multiplier,
-        first_block, k0, k1, None, end,
-        UNIT, COUNT, FORMAT, GROUP, ROWS, HADAMARD, False, UNIT,
+        program, programs, codes, scales, step * pieces, count, blocks, written, out, None, place, end,
+        multiplier, first_block, k0, k1, None,
+        UNIT, COUNT, FORMAT, GROUP, ROWS, HADAMARD, False,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=_RUNTIME)
-def checksum_kernel(
-    values,
-    out,
-    units: tl.int64,  # of UNIT bytes
-    UNIT: tl.constexpr,  # bytes: 8, or less if values are not aligned
-    WORDS: tl.constexpr,
-):
-    """Add the checksum of values to `out`, see `quantization/checksum.py`.
-
-    A program has the same WORDS words of several pieces, whose factors it computes once.
-    """
-    place = (tl.program_id(1) * WORDS + tl.arange(0, WORDS)).to(tl.int64)
-    low, high = _odd_factors(place), _odd_factors(place + _STRIPE_WORDS)
-    PER_WORD: tl.constexpr = 8 // UNIT
-    source = values.to(tl.pointer_type(tl.core.get_int_dtype(8 * UNIT, True)))
-    total = tl.zeros([WORDS], tl.int64)
-    pieces = tl.cdiv(units.to(tl.int64), _STRIPE_WORDS * PER_WORD)
-    for piece in range(tl.program_id(0).to(tl.int64), pieces, tl.num_programs(0)):
-        first = (place + piece * _STRIPE_WORDS) * PER_WORD
-        word = tl.load(source + first, mask=first < units, other=0).to(tl.int64)
-        if UNIT < 8:
-            word = word & ((1 << (8 * UNIT)) - 1)
-            for i in tl.static_range(1, PER_WORD):
-                more = tl.load(source + first + i, mask=first + i < units, other=0).to(tl.int64)
-                word = word | ((more & ((1 << (8 * UNIT)) - 1)) << (8 * UNIT * i))
-        total += (word * low + (word >> 32) * high) * (2 * piece + 1)
-    tl.atomic_add(out, tl.sum(total * _GOLDEN), sem="relaxed")

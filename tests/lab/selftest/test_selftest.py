@@ -203,8 +203,8 @@ def test_kernels_are_not_compared_with_themselves():
 
 
 def exchange_with_other_random_bits_on_rank_1() -> str:
-    right, shift = reduce_scatter.derive_keys, torch.distributed.get_rank()
-    with patch.object(reduce_scatter, "derive_keys", lambda seed, stream: right(seed + shift, stream)):
+    right, shift = reduce_scatter.key_source, torch.distributed.get_rank()
+    with patch.object(reduce_scatter, "key_source", lambda seed, **stream: right(seed + shift, **stream)):
         return failure_of(check_exchanges, context())
 
 

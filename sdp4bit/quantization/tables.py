@@ -1,0 +1,219 @@
+"""Tables: the calls of an operator on all sections of a row, recorded once and run by one call of the host.
+
+A collective records its calls with the ordinary operators' arguments. Message buffers stay where they are.
+Stand-ins without memory represent the other tensors, which differ in every step, and a run passes these. A
+table runs call by call the first time. Then the back end packs it, if it can: on CPUs into one block of
+parameters, on GPUs into launches for all sections of a kind.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, ParamSpec, Protocol
+
+import torch
+from torch import Tensor
+
+from sdp4bit.profiling import profiler_range
+from sdp4bit.quantization import ops
+from sdp4bit.quantization.layout import MessageLayout
+from sdp4bit.quantization.random import KeySeries, KeySource, RoundingKey
+
+P = ParamSpec("P")
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape, strides and dtype without memory, to record calls with."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+class View(NamedTuple):
+    """A view of a tensor that each run passes."""
+
+    index: int  # of the tensor
+    offset: int  # from its first value
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the view of the tensor that was passed."""
+        base = tensors[self.index]
+        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
+
+
+class Call(NamedTuple):
+    """A recorded call of an operator."""
+
+    operator: str
+    arguments: Mapping[str, Any]
+    """By name; the first one is passed by position. Keys of the random bits are those of no call yet."""
+    sources: Mapping[str, KeySource] = {}
+    """The sources of the keys, by the names of their arguments."""
+
+    def bind(self, call: int, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the arguments of a run: its tensors, and the keys of the call with this number."""
+        bound = {
+            name: each.of(tensors) if isinstance(each, View) else each
+            for name, each in self.arguments.items()
+        }
+        for name, source in self.sources.items():
+            key = bound[name]
+            if isinstance(key, KeySeries):
+                bound[name] = key._replace(start=source.counter(call))
+            else:
+                k0, k1 = source.keys(call)
+                bound[name] = key._replace(k0=k0, k1=k1)
+        return bound
+
+    @property
+    def layouts(self) -> list[MessageLayout]:
+        """The layouts of its messages."""
+        return [each for each in self.arguments.values() if isinstance(each, MessageLayout)]
+
+    def describe(self) -> tuple[object, ...]:
+        """Return what a second record of the same call has in common with this one."""
+        arguments = {
+            name: (each.data_ptr(), each.shape, each.stride(), each.dtype)
+            if isinstance(each, Tensor)
+            else each
+            for name, each in self.arguments.items()
+        }
+        return self.operator, arguments, self.sources
+
+
+@cache
+def _signature(operator: Callable[..., None]) -> inspect.Signature:
+    return inspect.signature(operator)
+
+
+def record(
+    operator: Callable[P, None],
+    sources: Mapping[str, KeySource | None],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Call:
+    """Record a call of an operator of `ops` instead of running it.
+
+    Args:
+        sources: by the name of an argument, the source of its keys; None if the argument is None, too.
+    """
+    known = {name: source for name, source in sources.items() if source is not None}
+    return Call(operator.__name__, _signature(operator).bind(*args, **kwargs).arguments, known)
+
+
+class Packed(Protocol):
+    """A table in the form in which a back end runs it."""
+
+    def run(self, call: int, tensors: Sequence[Tensor]) -> None:
+        """Run the calls of a table."""
+
+    def check(self, call: int, tensors: Sequence[Tensor]) -> None:
+        """Fail unless the run that has just ended used the parameters of the operators themselves."""
+
+
+class Table:
+    """Recorded calls of one operator on the sections of a row.
+
+    Calls do not read what others write, so their order does not matter.
+    """
+
+    def __init__(self, calls: Sequence[Call], *, moving: Sequence[Tensor]) -> None:
+        """Make a table.
+
+        Args:
+            moving: the stand-ins of the tensors that a run passes, in this order.
+        """
+        places = {each.untyped_storage()._cdata: index for index, each in enumerate(moving)}
+        self.calls = [_with_views(each, places) for each in calls]
+        self._packed: dict[str, Packed | None] = {}
+        """By back end, from the second run on; None if it runs the calls one by one."""
+        self._known: str | None = None
+
+    def run(self, call: int, *tensors: Tensor) -> None:
+        """Run the calls.
+
+        Args:
+            call: number of the collective's run, from which random bits follow.
+            tensors: the tensors that move; they must have the dtypes and strides of their stand-ins.
+        """
+        backend = ops.forced_backend()
+        packed = self._packed.get(backend)
+        if packed is None and backend not in self._packed:
+            packed = self._pack(backend, tensors)
+        if ops.is_checked():
+            self._check(call, tensors)
+        if packed is None:
+            self._run_one_by_one(call, tensors)
+            return
+        with profiler_range(f"sdp4bit::{self.calls[0].operator}"):
+            packed.run(call, tensors)
+        if ops.is_checked():
+            packed.check(call, tensors)
+
+    def _run_one_by_one(self, call: int, tensors: Sequence[Tensor]) -> None:
+        for each in self.calls:
+            first, *others = each.bind(call, tensors).items()
+            operators = ops.backend_of(first[1].device, each.layouts)
+            getattr(operators, each.operator)(first[1], **dict(others))
+
+    def _pack(self, backend: str, tensors: Sequence[Tensor]) -> Packed | None:
+        """Pack the calls at their second run: rows whose lengths change in every step have no second one."""
+        if self._known != backend:
+            self._known = backend
+            return None
+        layouts = [each for call in self.calls for each in call.layouts]
+        pack = getattr(ops.module_of(tensors[0].device, layouts), "pack", None)
+        self._packed[backend] = pack(self.calls, tensors) if pack and self.calls else None
+        return self._packed[backend]
+
+    def _check(self, call: int, tensors: Sequence[Tensor]) -> None:
+        """Check the arguments of all calls as the operators do."""
+        for each in self.calls:
+            getattr(ops, each.operator).__wrapped__(**each.bind(call, tensors))
+
+    def describe(self) -> list[tuple[object, ...]]:
+        """Return what a second record of the same calls has in common with this one."""
+        return [each.describe() for each in self.calls]
+
+
+def _with_views(call: Call, places: Mapping[int, int]) -> Call:
+    """Replace views of stand-ins, which have no memory."""
+    arguments = {
+        name: View(
+            places[each.untyped_storage()._cdata], each.storage_offset(), (*each.shape,), (*each.stride(),)
+        )
+        if isinstance(each, Tensor) and each.is_meta
+        else each
+        for name, each in call.arguments.items()
+    }
+    return call._replace(arguments=arguments)
+
+
+_PLACES = ("blocks", "stride")
+"""Arguments that may differ in a launch: tables of blocks, and the distance between the pieces of a row."""
+
+
+def launches(calls: Sequence[Call]) -> list[list[Call]]:
+    """Return the calls in groups that can share a launch: they differ in lengths, places and keys only."""
+    kinds: dict[Hashable, list[Call]] = {}
+    for call in calls:
+        kind = tuple(_kind(name, each) for name, each in call.arguments.items())
+        kinds.setdefault(kind, []).append(call)
+    return list(kinds.values())
+
+
+def _kind(name: str, argument: Any) -> Hashable:
+    if name in _PLACES:
+        return argument is None
+    if isinstance(argument, View):
+        return View, argument.index
+    if isinstance(argument, MessageLayout):
+        return argument.format.name, argument.group_size, argument.parts
+    if isinstance(argument, Tensor):
+        return argument.untyped_storage()._cdata
+    if isinstance(argument, RoundingKey):
+        return argument.dither, argument.sender
+    return KeySeries if isinstance(argument, KeySeries) else argument
