@@ -37,23 +37,24 @@ _NO_LAUNCH = {
 
 
 class _Norm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        return x * self.weight if self.bias is None else x * self.weight + self.bias
 
 
 class _Block(nn.Module):
-    """The parameters of a Llama block: seven matrices and two norms."""
+    """The parameters of a Llama block: seven matrices and two norms; with biases, those of a GPT block, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([_Norm(), _Norm()])
-        self.attention = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.norms = nn.ModuleList([_Norm(bias=bias), _Norm(bias=bias)])
+        self.attention = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(4))
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=bias) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norms[0](x)
@@ -88,12 +89,12 @@ def _caller() -> str:
     return ""
 
 
-def _count(config: SDP4BitConfig | None) -> tuple[Counter[str], int]:
+def _count(config: SDP4BitConfig | None, *, bias: bool) -> tuple[Counter[str], int]:
     """Return the launches of a step that is not measured, by cause, and the number of host waits."""
     torch.manual_seed(0)
     kernel, coalesced = Kernels.__getattr__, _Group._coalesced
     with simulate(world=LAYOUT["nodes"] * LAYOUT["ranks_per_node"], sees_operators=False) as sim:
-        blocks = [_Block() for _ in range(LAYERS)]
+        blocks = [_Block(bias=bias) for _ in range(LAYERS)]
         model = nn.Sequential(nn.Embedding(512, WIDTH), *blocks, _Norm(), nn.Linear(WIDTH, 512, bias=False))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for module in (*blocks, model):
@@ -132,13 +133,16 @@ def _count(config: SDP4BitConfig | None) -> tuple[Counter[str], int]:
         return launches.counts, len(sim.host_waits) - waits
 
 
-def count_launches() -> tuple[Counter[str], int]:
+def count_launches(*, bias: bool) -> tuple[Counter[str], int]:
     """Return the launches of the default configuration beyond plain FSDP2, by cause, and its host waits.
+
+    Args:
+        bias: whether the layers of a block have biases.
 
     Collectives that plain FSDP2 launches instead are negative.
     """
-    counts, waits = _count(SDP4BitConfig())
-    counts.subtract(_count(None)[0])
+    counts, waits = _count(SDP4BitConfig(), bias=bias)
+    counts.subtract(_count(None, bias=bias)[0])
     return Counter({cause: count for cause, count in counts.items() if count}), waits
 
 
@@ -148,10 +152,12 @@ def table_of(counts: Counter[str]) -> str:
 
 
 def main(path: str) -> None:
-    counts, waits = count_launches()
-    result = {**LAYOUT, "groups": GROUPS, "launches": dict(sorted(counts.items())), "host_waits": waits}
+    result: dict[str, Any] = {**LAYOUT, "groups": GROUPS}
+    for name, bias in (("launches", False), ("launches_with_biases", True)):
+        counts, result["host_waits"] = count_launches(bias=bias)
+        result[name] = dict(sorted(counts.items()))
+        print(f"{table_of(counts)}\n{counts.total()} launches of {GROUPS} groups")
     Path(path).write_text(f"{json.dumps(result, indent=1)}\n", encoding="utf-8")
-    print(f"{table_of(counts)}\n{counts.total()} launches of {GROUPS} groups, {waits} host waits")
 
 
 if __name__ == "__main__":

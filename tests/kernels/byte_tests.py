@@ -19,6 +19,7 @@ from sdp4bit_lab.selftest.cases import (
     difference,
     guarded_messages,
 )
+from tests.quantization.table_cases import outcomes
 
 
 def compare(*args: Any, **named: Any) -> None:
@@ -52,6 +53,18 @@ class ByteTests:
     def test_edge_cases(self, make: Callable[[], Iterator[KernelCase]]) -> None:
         for case in make():
             self.compare(case.operator, case.first, **case.named)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_tables(self, dtype: torch.dtype) -> None:
+        """Packed tables write what the operators of the reference write, call by call."""
+        with ops.use_backend("reference"):
+            expected = outcomes(torch.device("cpu"), dtype)
+        with ops.use_backend(self.backend), ops.checked():
+            found = outcomes(self.device, dtype)
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            # The bits of a NaN are those of the processor.
+            one, other = (torch.where(each.isnan(), 9e4, each).to(each.dtype) for each in (one.cpu(), other))
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), index
 
     @pytest.mark.parametrize("bits", with_scales())
     def test_ties_of_every_scale(self, bits):
