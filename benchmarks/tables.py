@@ -282,9 +282,9 @@ class Results:
             return self._gain_over_nccl(int(detail), layout="2x1", over="fsdp2-bf16", of="sdp4bit")
         if kind == "ncclhsdp":
             return self._gain_over_nccl(int(detail), layout="2x2", over="hsdp-bf16", of="hsdp-sdp4bit")
-        if name == "launches":
+        if name in ("launches", "launches_with_biases"):
             result = self._read("launches.json")
-            return f"{sum(result['launches'].values()) / result['groups']:.0f}"
+            return f"{sum(result[name].values()) / result['groups']:.0f}"
         if name in FRONTIER:
             return FRONTIER[name](self.frontier)
         if kind == "host":

@@ -47,7 +47,7 @@ class _Norm(nn.Module):
 
 
 class _Block(nn.Module):
-    """The parameters of a Llama block: seven matrices and two norms; with biases, those of a GPT block, too."""
+    """The parameters of a Llama block: seven matrices and two norms, and if wanted their biases."""
 
     def __init__(self, *, bias: bool) -> None:
         super().__init__()

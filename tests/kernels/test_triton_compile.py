@@ -33,10 +33,12 @@ from sdp4bit.kernels.triton import formats
 from sdp4bit.kernels.triton.chunks import offsets
 from sdp4bit.kernels.triton.coding import Coding
 from sdp4bit.quantization.formats import INT8
+from sdp4bit.quantization.tables import Table
 from tests.kernels import compiled
 from tests.kernels.compiled import KERNELS, TARGETS, Launch, launched, machine_code
 from tests.oracles.machine_code import MachineCode, read_gcn, read_sass
 from tests.oracles.ptx import stored_words
+from tests.quantization.table_cases import outcomes
 
 BUDGETS_ARE_OF = "3.7."
 """The Triton whose code generation the budgets describe; the rest holds for every release."""
@@ -209,6 +211,25 @@ def test_machine_code(target: str, name: str) -> None:
     assert code.fused == FUSED.get(name, 0) * launch.values
     if triton.__version__.startswith(BUDGETS_ARE_OF) and target in BUDGETS.get(name, {}):
         check_budget(code, launch, Budget(*BUDGETS[name][target]))
+
+
+@pytest.mark.parametrize(
+    "target", ["sm_90", *(pytest.param(each, marks=pytest.mark.slow) for each in TARGETS)]
+)
+def test_machine_code_of_tables(target: str) -> None:
+    """The launches for all sections of a kind need no memory of the stack, either."""
+
+    def run_packed(table: Table, call: int, *tensors: torch.Tensor) -> None:
+        if call == 0:
+            backend.pack(table.calls, tensors).run(call, tensors)
+
+    with compiled.compiling(target) as launches, patch.object(Table, "run", run_packed):
+        outcomes(torch.device("cpu"), torch.float32, weight_group=2048)
+    tables = [each for each in launches if each.constants.get("table") is not None]
+    assert len(tables) == 12, "two of each operator"
+    for each in tables:
+        code = machine_code(each.kernel)
+        assert (code.spilled, code.flushing, code.narrow) == (0, 0, 0), each.kernel.metadata.name
 
 
 @triton.jit

@@ -51,8 +51,8 @@ def sections_of(rows: Tensor) -> list[Tensor]:
 class Case:
     """Runs the tables of one device with tensors at other addresses in every call."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, weight_group: int = 256) -> None:
+        self.device, self.dtype, self.weight_group = device, dtype, weight_group
         self.generator = torch.Generator().manual_seed(0)
         self.blocks = [None, None, blocks(device)]
         self.sources = [
@@ -79,7 +79,7 @@ class Case:
 
     def weights(self) -> Iterator[Tensor]:
         """Yield messages, flags and replicas of refreshes."""
-        given = layouts(4, 256)
+        given = layouts(4, self.weight_group)
         main, rows = stand_in(self.values()), stand_in(self.values(2, dtype=torch.bfloat16))
         flag, sent = stand_in(torch.zeros((), dtype=torch.bool)), split(2, given, self.device)
         mains, replicas = sections_of(main), sections_of(rows)
@@ -169,7 +169,7 @@ class Case:
             yield from (output, copy.clone())
 
 
-def outcomes(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def outcomes(device: torch.device, dtype: torch.dtype, *, weight_group: int = 256) -> list[Tensor]:
     """Return everything that the tables write, in every call."""
-    case = Case(device, dtype)
+    case = Case(device, dtype, weight_group=weight_group)
     return [*case.weights(), *case.gradients(), *case.pieces()]

@@ -35,7 +35,7 @@ from tests.ranks import on_ranks
 
 PRELOAD = ["tests.engines.stream_scenarios", "tests.engines.launches"]
 GROUPS = 5
-LAUNCHES_PER_GROUP = 16
+LAUNCHES_PER_GROUP = 18
 """Budget of the default configuration beyond plain FSDP2."""
 SLOW = pytest.mark.slow
 FULL_PRECISION = weights(bits=None, replica="full")
