@@ -48,6 +48,12 @@ each link and read the function. [Architecture](architecture.md) describes the p
 
 The [definition](../sdp4bit/quantization/definition.py) of the method, for all ranks in one process,
 is worth the first five minutes.
+
+Operators run from **tables**. The first time that a row is reduced or refreshed, `_record_chunk` and
+`_record` of the collectives record the operators of each step, section by section, with the
+[ordinary arguments](../sdp4bit/quantization/ops.py). A [table](../sdp4bit/quantization/tables.py)
+keeps the calls of one operator. From the second time on, the host runs them by one call: it passes
+the tensors that have moved, and the number of the call, from which the random bits follow.
 """
 
 
@@ -93,8 +99,13 @@ STOPS = {
             "Later steps only find it.",
             "collectives.weight_replica:WeightReplica._send_differences": "This is the paper's algorithm 2 "
             "in four numbered steps. It pauses at `yield` while the transfer is in flight.",
-            "kernels.cpu.backend:subtract_quantize": "One kernel subtracts the replica from the main shard "
-            "and writes codes and scales into the message.",
+            "collectives.scratch:Records.of": "The operators of the refresh were recorded in an earlier "
+            "step. A record is dropped with a buffer that it uses.",
+            "quantization.tables:Table.run": "A table has the calls of one operator for all sections of the "
+            "row. Here it subtracts the replica from the main shard and writes codes and scales into the "
+            "message.",
+            "kernels.cpu.backend:PackedTable.run": "The addresses of this step's tensors go into the packed "
+            "parameters, and one call runs the kernels of all sections.",
             "collectives.transport:start_all_gather": "It starts the only transfer of weights "
             "between nodes: one message to the rank with the same local rank on every other node.",
             "engines.fsdp2.edits:Edits.note_refresh": "Checksums of the row are kept for the next forward.",
@@ -102,8 +113,6 @@ STOPS = {
             "FSDP2 waits for its gather. On a GPU, streams overlap it.",
             "engines.fsdp2.hooks:AllGatherHook._fill": "FSDP2 makes its parameters from this output, which "
             "is filled from the replica.",
-            "kernels.cpu.backend:dequantize_add": "Every rank adds the same dequantized difference, the "
-            "owner of the row included. So replicas stay bit-identical.",
             "collectives.weight_replica:WeightReplica.gather": "Ranks of a node store each row once. A "
             "gather inside the node collects the bf16 rows.",
         },
@@ -127,18 +136,11 @@ STOPS = {
             "collectives.reduce_scatter:QuantizedReduceScatter.__call__": "The row is reduced in chunks, so "
             "that one computes while another is in flight.",
             "collectives.streams:pipelined": "Chunks advance in turn, from pause to pause.",
-            "collectives.reduce_scatter:QuantizedReduceScatter._reduce_chunk": "This is the paper's "
-            "algorithm 3 in four numbered steps, and the function to read twice.",
-            "collectives.reduce_scatter:QuantizedReduceScatter._rounding_key": "Random bits follow from "
-            "seed, call, hop, rank and element. Sender and receiver derive the same ones.",
-            "kernels.cpu.backend:hadamard_quantize": "The first hop: transform 32 values at a time, then "
-            "quantize to int8. The transform spreads outliers.",
+            "collectives.reduce_scatter:QuantizedReduceScatter._run_chunk": "This is the paper's "
+            "algorithm 3 in four numbered steps. Read `_record_chunk` beside it: it has the operator of each "
+            "step with its arguments.",
             "collectives.transport:start_all_to_all": "Each rank of the hop receives one message with codes "
             "and scales.",
-            "kernels.cpu.backend:dequantize_reduce_quantize": "The second hop: sum the messages of the node "
-            "and quantize to int4. The sums stay in the Hadamard domain.",
-            "kernels.cpu.backend:dequantize_reduce_hadamard": "The last kernel sums over the nodes, "
-            "transforms back and writes this rank's gradient.",
         },
     ),
     "optimizer": Part(
@@ -205,7 +207,7 @@ def _functions(path: str) -> dict[int, str]:
 
 
 def traced_step() -> Trace:
-    """Train three groups on four ranks, as two nodes; return the trace of this rank's third step."""
+    """Train three groups on four ranks, as two nodes; return the trace of this rank's fourth step."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
     model = nn.Sequential(*blocks)
@@ -215,7 +217,7 @@ def traced_step() -> Trace:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     comm = sdp4bit.quantize_communication(model, topology=2)
     trace = Trace()
-    for is_last in (False, False, True):
+    for is_last in (False, False, False, True):  # tables are packed at their second run
         with _traced(trace) if is_last else nullcontext():
             trace.part = "forward"
             loss = model(torch.randn(8, 64)).float().square().mean()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,12 @@ from tests.quantization.table_cases import CALLS, Case, outcomes
 
 CPU = torch.device("cpu")
 LAYOUT = message_layout(numel=64, bits=4, group_size=32)
+
+
+@pytest.fixture(autouse=True)
+def _reference() -> Iterator[None]:
+    with ops.use_backend("reference"):
+        yield
 
 
 def table_of(out: torch.Tensor) -> Table:
