@@ -319,7 +319,8 @@ class QuantizedReduceScatter:
             if len(section.ranges) == 1:
                 values.append(SectionValues(*map(section.take, moving)))
             else:
-                values.append(SectionValues(*moving, self._scratch.table(section.blocks, device=device)))
+                table = self._scratch.table(section.blocks, device=device)
+                values.append(SectionValues(*moving)._replace(blocks=table))
         return self.record(plan, values, moving, multiplier=multiplier, device=device)
 
     def values_of(self, plan: ReducePlan, rows: Tensor, output: Tensor) -> SectionValues:

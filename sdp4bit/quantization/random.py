@@ -83,7 +83,7 @@ class KeySource(NamedTuple):
 
     start: int
     """Unsigned 64-bit counter of step 0."""
-    count: int
+    count: int  # type: ignore[assignment]  # a method of tuples, which nobody needs here
     number: int
     mask: int
 

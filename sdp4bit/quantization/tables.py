@@ -32,14 +32,14 @@ def stand_in(tensor: Tensor) -> Tensor:
 class View(NamedTuple):
     """A view of a tensor that each run passes."""
 
-    index: int  # of the tensor
+    tensor: int  # its index
     offset: int  # from its first value
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the view of the tensor that was passed."""
-        base = tensors[self.index]
+        base = tensors[self.tensor]
         return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
 
 
@@ -59,7 +59,7 @@ class Call(NamedTuple):
             for name, each in self.arguments.items()
         }
         for name, source in self.sources.items():
-            key = bound[name]
+            key: Any = bound[name]
             if isinstance(key, KeySeries):
                 bound[name] = key._replace(start=source.counter(call))
             else:
@@ -183,7 +183,10 @@ def _with_views(call: Call, places: Mapping[int, int]) -> Call:
     """Replace views of stand-ins, which have no memory."""
     arguments = {
         name: View(
-            places[each.untyped_storage()._cdata], each.storage_offset(), (*each.shape,), (*each.stride(),)
+            places[each.untyped_storage()._cdata],
+            int(each.storage_offset()),
+            (*each.shape,),
+            (*each.stride(),),
         )
         if isinstance(each, Tensor) and each.is_meta
         else each
@@ -209,11 +212,12 @@ def _kind(name: str, argument: Any) -> Hashable:
     if name in _PLACES:
         return argument is None
     if isinstance(argument, View):
-        return View, argument.index
+        return View, argument.tensor
     if isinstance(argument, MessageLayout):
         return argument.format.name, argument.group_size, argument.parts
     if isinstance(argument, Tensor):
-        return argument.untyped_storage()._cdata
+        return int(argument.untyped_storage()._cdata)
     if isinstance(argument, RoundingKey):
         return argument.dither, argument.sender
-    return KeySeries if isinstance(argument, KeySeries) else argument
+    kind: Hashable = KeySeries if isinstance(argument, KeySeries) else argument
+    return kind

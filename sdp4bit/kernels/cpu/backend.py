@@ -275,7 +275,7 @@ def _numbers_of(layout: MessageLayout, clip: float) -> Layout:
 # With the type of the class, whose arguments are checked, unlike those of a cache.
 _program = cast(type[_Program], lru_cache(maxsize=4096)(_Program))
 
-_MOVED = {
+_MOVED: dict[str, dict[str, tuple[str, ...]]] = {
     "subtract_quantize": {"main": ("values",), "replica": ("replica",), "nonfinite": ("nonfinite",)},
     "dequantize_add": {"replica": ("out", "own")},
     "hadamard_quantize": {"values": ("values",)},
@@ -310,7 +310,8 @@ class PackedTable:
         for row in rows:
             numbers += row + [0] * (self._width - len(row))
         self._table = torch.tensor(numbers, dtype=torch.int64)
-        self._view, self._address = self._table.numpy(), self._table.data_ptr()
+        self._address = self._table.data_ptr()
+        self._view: Any = self._table.numpy()  # see `_Workspace`
         self._addresses = struct.Struct(f"{len(tensors)}q")
 
     def run(self, call: int, tensors: Sequence[Tensor]) -> None:
@@ -328,11 +329,11 @@ class PackedTable:
         moved: list[int] = []
         for name, view in call.arguments.items():
             if isinstance(view, View):
-                base = tensors[view.index]
+                base = tensors[view.tensor]
                 address = view.of(tensors).data_ptr()
                 for field in _MOVED[call.operator][name]:
                     if getattr(first, field) == address:
-                        moved += (first._fields.index(field), view.index, address - base.data_ptr())
+                        moved += (first._fields.index(field), view.tensor, address - base.data_ptr())
         # The last key is that of received messages, the one before it that of sent ones.
         sources: list[int] = []
         if flags.rounding != tiles.NEAREST:

@@ -157,14 +157,14 @@ class Joined:
         self._numbers = given[count : count + len(first.numbers)]
         self._constants = tuple(given[count + len(first.numbers) :])
         flag = calls[0].arguments.get("nonfinite")
-        self._flag = flag.index if isinstance(flag, View) else None
+        self._flag = flag.tensor if isinstance(flag, View) else None
         self._flag_at = list(named).index("nonfinite") - count if "nonfinite" in named else 0
 
     @staticmethod
     def _base(tensor: Tensor, name: str | None, call: Call, tensors: Sequence[Tensor]) -> int | Tensor:
         """Return the index of the tensor that moves, or the tensor that stays."""
         view = None if name is None else call.arguments[name]
-        return view.index if isinstance(view, View) else tensor
+        return view.tensor if isinstance(view, View) else tensor
 
     def _places(
         self, launch: Launch, columns: dict[str, Any], names: dict[int, str], call: Call
