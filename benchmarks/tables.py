@@ -294,10 +294,10 @@ class Results:
         if name in ("sizes", "predicted-sizes"):
             return size_table(self._study("size_law"), predicted=name != "sizes")
         raise ValueError(
-            f"<!-- result {name} --> names no result. Those without a detail are launches, memory, peaks, "
-            "ratios, sizes, predicted-sizes, other-day, frontier-losses, frontier-seconds and "
-            "frontier-conditions. Others have one: link-NAME, box-NAME, loss-STRATEGY, nodes-COUNT, "
-            "plan-COLUMN-GBIT, nccl-GBIT, ncclslower-GBIT, ncclhsdp-GBIT, hostconst-{plain,added}, "
+            f"<!-- result {name} --> names no result. Those without a detail are launches, "
+            "launches_with_biases, memory, peaks, ratios, sizes, predicted-sizes, other-day, "
+            "frontier-losses, frontier-seconds and frontier-conditions. Others have one: link-NAME, "
+            "box-NAME, loss-STRATEGY, nodes-COUNT, plan-COLUMN-GBIT, nccl-GBIT, ncclslower-GBIT, ncclhsdp-GBIT, hostconst-{plain,added}, "
             "host-{plain,before,now}"
         )
 

@@ -75,12 +75,16 @@ class Call(NamedTuple):
     def describe(self) -> tuple[object, ...]:
         """Return what a second record of the same call has in common with this one."""
         arguments = {
-            name: (each.data_ptr(), each.shape, each.stride(), each.dtype)
-            if isinstance(each, Tensor)
-            else each
+            name: _identity(each) if isinstance(each, Tensor) else each
             for name, each in self.arguments.items()
         }
         return self.operator, arguments, self.sources
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    # A table of blocks may have been made again, and the record keeps the one before.
+    place = tensor.tolist() if tensor.dtype is torch.int64 else tensor.data_ptr()
+    return place, tensor.shape, tensor.stride(), tensor.dtype
 
 
 @cache
