@@ -297,8 +297,8 @@ class Results:
             f"<!-- result {name} --> names no result. Those without a detail are launches, "
             "launches_with_biases, memory, peaks, ratios, sizes, predicted-sizes, other-day, "
             "frontier-losses, frontier-seconds and frontier-conditions. Others have one: link-NAME, "
-            "box-NAME, loss-STRATEGY, nodes-COUNT, plan-COLUMN-GBIT, nccl-GBIT, ncclslower-GBIT, ncclhsdp-GBIT, hostconst-{plain,added}, "
-            "host-{plain,before,now}"
+            "box-NAME, loss-STRATEGY, nodes-COUNT, plan-COLUMN-GBIT, nccl-GBIT, ncclslower-GBIT, "
+            "ncclhsdp-GBIT, hostconst-{plain,added}, host-{plain,before,now}"
         )
 
     def _host_time(self, which: str) -> str:
