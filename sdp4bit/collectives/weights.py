@@ -17,6 +17,7 @@ from sdp4bit.collectives.reasons import Cause, FullReason, Unquantized
 from sdp4bit.collectives.sections import Range
 from sdp4bit.collectives.topology import Nodes
 from sdp4bit.collectives.weight_replica import WeightReplica
+from sdp4bit.grad_mode import outside_autograd
 from sdp4bit.traffic import TrafficCounter
 
 T = TypeVar("T")
@@ -197,8 +198,7 @@ class Weights:
         self.refresh(main, row=main.to(output.dtype) if self.is_full else None)
         self.replica.gather(output)
 
-    @torch.no_grad()
-    @torch.inference_mode(False)  # an evaluation may create the replica that training updates in place
+    @outside_autograd  # an evaluation may create the replica that training updates in place
     def refresh(
         self,
         main: Tensor,
