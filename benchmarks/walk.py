@@ -104,7 +104,7 @@ STOPS = {
             "quantization.tables:Table.run": "A table has the calls of one operator for all sections of the "
             "row. Here it subtracts the replica from the main shard and writes codes and scales into the "
             "message.",
-            "kernels.cpu.backend:PackedTable.run": "The addresses of this step's tensors go into the packed "
+            "kernels.cpu.tables:PackedTable.run": "The addresses of this step's tensors go into the packed "
             "parameters, and one call runs the kernels of all sections.",
             "collectives.transport:start_all_gather": "It starts the only transfer of weights "
             "between nodes: one message to the rank with the same local rank on every other node.",

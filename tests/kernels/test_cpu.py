@@ -27,8 +27,7 @@ pytest.importorskip("numba", reason="needs numba")
 
 import numba
 
-from sdp4bit.kernels.cpu import backend as cpu
-from sdp4bit.kernels.cpu import compilation, kernels
+from sdp4bit.kernels.cpu import compilation, kernels, programs
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit_lab.selftest.cases import KEY, SHAPES, Shape, guarded_messages, make_values, whole
@@ -41,7 +40,7 @@ from tests.kernels.compiled_once import compile_one
 def two_threads() -> Iterator[None]:
     """The least of work is divided among two threads; test_properties.py of quantization draws one or two."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_VALUES_PER_THREAD", 1)
+        patch.setattr(programs, "_VALUES_PER_THREAD", 1)
         previous = torch.get_num_threads()
         torch.set_num_threads(2)
         yield
@@ -106,12 +105,12 @@ class TestCalls:
     def test_taken_parallel_region_is_not_waited_for(self, monkeypatch):
         main, out = make_values(LONG, seed=1), guarded_messages(1, LONG_LAYOUT)
         monkeypatch.setattr(kernels, "run_parallel", None)
-        assert cpu._parallel.enter()
+        assert programs.parallel.enter()
         try:
             with ops.use_backend("numba"):
                 quantize_long(main, out)
         finally:
-            cpu._parallel.leave()
+            programs.parallel.leave()
 
     @pytest.mark.parametrize("missing", ["cache", "lock"])
     def test_kernels_compile_without_a_cache_or_a_lock(self, missing, monkeypatch, caplog, tmp_path):

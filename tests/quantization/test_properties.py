@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("numba", reason="needs numba")
 
-from sdp4bit.kernels.cpu import backend as cpu
+from sdp4bit.kernels.cpu import programs
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.formats import with_scales
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR, hadamard32
@@ -33,7 +33,7 @@ QMAX = {2: 1, 3: 3, 3.5: 5, 4: 7, 8: 127}
 def any_threads() -> Iterator[None]:
     """The least of work is divided among the threads that a case draws."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_VALUES_PER_THREAD", 1)
+        patch.setattr(programs, "_VALUES_PER_THREAD", 1)
         previous = torch.get_num_threads()
         yield
         torch.set_num_threads(previous)

@@ -1,0 +1,140 @@
+"""Tables of operators on CPU tensors; see :mod:`sdp4bit.quantization.tables`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdp4bit.kernels.cpu import kernels, tiles
+from sdp4bit.kernels.cpu.parameters import DequantizeRows
+from sdp4bit.kernels.cpu.programs import Recorded, divide, recording, runner_of, working_memory
+from sdp4bit.quantization.checksum import signed64
+from sdp4bit.quantization.random import KeySeries, KeySource, RoundingKey
+from sdp4bit.quantization.tables import Call, View
+
+_MOVED: dict[str, dict[str, tuple[str, ...]]] = {
+    "subtract_quantize": {"main": ("values",), "replica": ("replica",), "nonfinite": ("nonfinite",)},
+    "dequantize_add": {"replica": ("out", "own")},
+    "hadamard_quantize": {"values": ("values",)},
+    "dequantize_reduce_quantize": {"own": ("out",)},
+    "dequantize_reduce_hadamard": {"out": ("out",), "own": ("own",)},
+    "dequantize_reduce_pieces": {"out": ("out",)},
+}
+"""By operator, the parameters that are addresses of its arguments."""
+
+
+class PackedTable:
+    """The parameters of a table's calls in one block of memory, which one call of the host runs.
+
+    It holds the addresses of the tensors that move, then a row per call of a kernel: a head from which its
+    parameters follow for these addresses and the number of the call, and the parameters.
+    """
+
+    def __init__(
+        self, calls: Sequence[Call], tensors: Sequence[Tensor], *, operators: Mapping[str, Any]
+    ) -> None:
+        self._calls, self._operators = calls, operators
+        self._keys = {
+            i: torch.empty(each.arguments["pieces"], 2, dtype=torch.int64)
+            for i, each in enumerate(calls)
+            if isinstance(each.arguments.get("dither"), KeySeries)
+        }
+        """Memory for the keys of pieces, by the index of their call."""
+        recorded = [
+            (i, one) for i, each in enumerate(calls) for one in self._record(each, each.bind(0, tensors))
+        ]
+        self._work = sum(one.work for _, one in recorded)
+        self._memory = max(one.program.memory for _, one in recorded)
+        rows = [[*self._head(i, one, tensors), *self._parameters(i, one)] for i, one in recorded]
+        self._width, self._count = max(map(len, rows)), len(rows)
+        numbers = [0] * kernels.MOST_MOVING
+        for row in rows:
+            numbers += row + [0] * (self._width - len(row))
+        self._table = torch.tensor(numbers, dtype=torch.int64)
+        self._address = self._table.data_ptr()
+        self._view: Any = self._table.numpy()  # see `Workspace`
+        self._addresses = struct.Struct(f"{len(tensors)}q")
+
+    def _record(self, call: Call, arguments: dict[str, Any]) -> list[Recorded]:
+        """Return the calls of kernels that an operator would make."""
+        first, *others = arguments.items()
+        recording.calls = calls = list[Recorded]()
+        try:
+            self._operators[call.operator](first[1], **dict(others))
+        finally:
+            recording.calls = None
+        return calls
+
+    def run(self, call: int, tensors: Sequence[Tensor]) -> None:
+        """See :class:`sdp4bit.quantization.tables.Packed`."""
+        self._addresses.pack_into(self._view, 0, *[each.data_ptr() for each in tensors])
+        divide(self._work, partial(self._launch, call))
+
+    def _launch(self, call: int, threads: int) -> None:
+        memory = working_memory(threads * self._memory)
+        runner = runner_of(kernels.run_table, kernels.run_table_parallel, threads)
+        runner(self._address, self._width, self._count, threads, memory, call)
+
+    def _head(self, index: int, recorded: Recorded, tensors: Sequence[Tensor]) -> list[int]:
+        call, (first, *keys), flags = self._calls[index], recorded.groups, recorded.program.flags
+        moved: list[int] = []
+        for name, view in call.arguments.items():
+            if isinstance(view, View):
+                base = tensors[view.tensor]
+                address = view.of(tensors).data_ptr()
+                for field in _MOVED[call.operator][name]:
+                    if getattr(first, field) == address:
+                        moved += (first._fields.index(field), view.tensor, address - base.data_ptr())
+        # The last key is that of received messages, the one before it that of sent ones.
+        sources: list[int] = []
+        if flags.rounding != tiles.NEAREST:
+            sources += (len(first), *_signed(call.sources["rounding"]), 0, 0)
+        if index in self._keys:
+            series, place = call.arguments["dither"], self._keys[index]
+            sources += (place.data_ptr(), *_signed(call.sources["dither"]), len(place), signed64(series.step))
+        elif flags.is_dither:
+            column = len(first) + (len(keys) - 1) * len(RoundingKey._fields)
+            sources += (column, *_signed(call.sources["dither"]), 0, 0)
+        moved += [-1, 0, 0] * (kernels.MOST_MOVED - len(moved) // 3)
+        sources += [-1, *[0] * 6] * (2 - len(sources) // 7)
+        offset = sum(map(len, recorded.groups)) + len(recorded.program.numbers) - 2
+        return [recorded.program.compile(recorded.groups), offset, *moved, *sources]
+
+    def _parameters(self, index: int, recorded: Recorded) -> list[int]:
+        first, *others = recorded.groups
+        if index in self._keys:
+            assert isinstance(first, DequantizeRows)
+            first = first._replace(keys=self._keys[index].data_ptr())
+        *numbers, _, _ = map(int, (*chain(first, *others), *recorded.program.numbers))
+        return [*numbers, 0, self._memory]
+
+    def check(self, call: int, tensors: Sequence[Tensor]) -> None:
+        """See :class:`sdp4bit.quantization.tables.Packed`."""
+        rows = iter(self._table[kernels.MOST_MOVING :].view(-1, self._width).tolist())
+        for index, each in enumerate(self._calls):
+            arguments = each.bind(call, tensors)
+            for one in self._record(each, arguments):
+                row, expected = next(rows), self._parameters(index, one)
+                found = row[kernels.HEAD_WORDS :][: len(expected)]
+                found[-2] = 0  # the offset of the working memory
+                if found != expected:
+                    raise AssertionError(f"{each.operator}: packed {found}, but {expected} are due")
+            if index in self._keys:
+                due = keys_of(arguments["dither"], arguments["pieces"])
+                if not torch.equal(self._keys[index], due):
+                    raise AssertionError(f"{each.operator}: keys {self._keys[index]}, but {due} are due")
+
+
+def _signed(source: KeySource) -> Iterator[int]:
+    return map(signed64, source)
+
+
+def keys_of(series: KeySeries, pieces: int) -> Tensor:
+    """Return both keys of each piece, int64 [pieces, 2]."""
+    return torch.tensor([series.key(piece)[:2] for piece in range(pieces)])
