@@ -19,7 +19,7 @@ from sdp4bit_lab.selftest.cases import (
     difference,
     guarded_messages,
 )
-from tests.quantization.table_cases import outcomes
+from tests.quantization.table_cases import outcomes, quantizing
 
 
 def compare(*args: Any, **named: Any) -> None:
@@ -65,6 +65,18 @@ class ByteTests:
             # The bits of a NaN are those of the processor.
             one, other = (torch.where(each.isnan(), 9e4, each).to(each.dtype) for each in (one.cpu(), other))
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), index
+
+    @pytest.mark.parametrize("numels", [(0,), (64, 0, 64), (0, 96)])
+    def test_tables_with_empty_sections(self, numels: tuple[int, ...]) -> None:
+        """Sections without values launch nothing, and those beside them are written."""
+        values, written = torch.randn(1, 1, sum(numels)), []
+        for backend, device in (("reference", torch.device("cpu")), (self.backend, self.device)):
+            with ops.use_backend(backend), ops.checked():
+                table, parts = quantizing(numels, device)
+                for call in range(3):
+                    table.run(call, values.to(device))
+            written.append(torch.cat(parts, 1).cpu())
+        assert torch.equal(*written)
 
     @pytest.mark.parametrize("bits", with_scales())
     def test_ties_of_every_scale(self, bits):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -32,7 +32,18 @@ def split(count: int, given: Sequence[MessageLayout], device: torch.device) -> l
     """Return messages with a part per section."""
     ends = [0, *accumulate(each.nbytes for each in given)]
     whole = torch.zeros(count, ends[-1], dtype=torch.uint8, device=device)
-    return [whole[:, a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [whole[:, a:b] for a, b in pairwise(ends)]
+
+
+def quantizing(numels: Sequence[int], device: torch.device) -> tuple[Table, list[Tensor]]:
+    """Return a table that quantizes sections of these lengths, and the parts of the message it writes."""
+    given = [message_layout(numel=numel, bits=4, group_size=32) for numel in numels]
+    parts, values = split(1, given, device), stand_in(torch.empty(1, 1, sum(numels)))
+    calls = [
+        record(ops.hadamard_quantize, {}, each, out=part, layout=layout, hadamard=True, rounding=None)
+        for each, part, layout in zip(values.split([*numels], -1), parts, given, strict=True)
+    ]
+    return Table(calls, moving=[values]), parts
 
 
 def blocks(device: torch.device) -> Tensor:

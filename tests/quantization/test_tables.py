@@ -95,9 +95,9 @@ def test_a_record_is_dropped_with_a_buffer_and_found_if_it_is_stale() -> None:
     with mock.patch.object(scratch, "generation", scratch.generation):
         scratch._buffers.clear()
         scratch._views.clear()
-        with mock.patch.object(Scratch, "messages", lambda *_, **__: torch.zeros(1, LAYOUT.nbytes).byte()):
-            with pytest.raises(AssertionError, match="stale"):
-                records.of("key", device=CPU, make=make)
+        elsewhere = mock.Mock(return_value=torch.zeros(1, LAYOUT.nbytes).byte())
+        with mock.patch.object(Scratch, "messages", elsewhere), pytest.raises(AssertionError, match="stale"):
+            records.of("key", device=CPU, make=make)
 
 
 def test_calls_of_a_kind_share_a_launch() -> None:

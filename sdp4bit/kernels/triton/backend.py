@@ -162,18 +162,23 @@ def pack(calls: Sequence[Call], tensors: Sequence[Tensor]) -> tables.PackedTable
 def _join(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[tables.Joined]:
     joined = []
     for alike in launches(calls):
-        arguments = [each.bind(0, tensors) for each in alike]
+        launching, arguments = list[Call](), list[dict[str, Any]]()
         tables.recording.launches = found = list[tables.Launch]()
         try:
-            for each, named in zip(alike, arguments, strict=True):
-                first, *others = named.values()
-                names = list(named)[1:]
-                globals()[each.operator](first, **dict(zip(names, others, strict=True)))
+            for each in alike:
+                named = each.bind(0, tensors)
+                first, *others = named.items()
+                globals()[each.operator](first[1], **dict(others))
+                if len(found) > len(launching):  # not without values
+                    launching.append(each)
+                    arguments.append(named)
         finally:
             tables.recording.launches = None
-        if len(found) == len(alike):
+        if found:
             programs_of = partial(_programs, device=found[0].tensors[-1].device)
-            joined.append(tables.Joined(found, alike, tensors, arguments=arguments, programs_of=programs_of))
+            joined.append(
+                tables.Joined(found, launching, tensors, arguments=arguments, programs_of=programs_of)
+            )
     return joined
 
 
