@@ -80,13 +80,10 @@ SOURCES = (
         (f"{PROPERTIES}::test_every_rank_gets_the_sum_that_the_definition_gives",),
         (
             M("rank -= own * hop.apart * self._rank_step", "rank -= own * hop.apart", tests=(APART,)),
-            M(
-                "torch.mul(values.float(), multiplier, out=total)",
-                "torch.mul(values.float(), 1.0, out=total)",
-            ),
+            M("own_multiplier=1.0 if others else multiplier,", "own_multiplier=1.0,"),
             M("first=part.start, row_stride=part.stride", "first=0, row_stride=part.stride"),
-            M("pack_stream(step=step, bucket=self.bucket", "pack_stream(step=0, bucket=self.bucket"),
-            M("pack_stream(step=step, bucket=self.bucket", "pack_stream(step=step, bucket=0"),
+            M("number=section.number,", "number=0,"),
+            M("bucket=self.bucket,\n            stage=", "bucket=0,\n            stage="),
             M(
                 "return rounding.at_row(row)._replace(sender=0)",
                 "return rounding.at_row(row)",
@@ -112,7 +109,7 @@ SOURCES = (
         "sdp4bit/collectives/all_reduce.py",
         (f"{PROPERTIES}::test_all_ranks_get_the_sum_of_tensors_that_the_definition_gives",),
         (
-            M("rank = self._ranks[row % self.count]", "rank = self._ranks[row]"),
+            M('row % self.count if self._rounding == "dither" else row', "row"),
             M(
                 "nonfinite += count_nonfinite([*map(",
                 "nonfinite += 0 * count_nonfinite([*map(",
