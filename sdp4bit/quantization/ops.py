@@ -168,6 +168,8 @@ def _unchecked(device: torch.device, layouts: Iterable[MessageLayout]) -> Operat
 
 
 P = ParamSpec("P")
+CHECKS: dict[str, Callable[..., None]] = {}
+"""The checks of each operator's arguments, by its name."""
 
 
 def operator(check: Callable[P, None]) -> Callable[P, None]:
@@ -185,6 +187,7 @@ def operator(check: Callable[P, None]) -> Callable[P, None]:
         layouts = [each for each in given if isinstance(each, MessageLayout)]
         getattr(_unchecked(device, layouts), check.__name__)(*args, **kwargs)
 
+    CHECKS[check.__name__] = check
     return run
 
 

@@ -82,8 +82,8 @@ class Call(NamedTuple):
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
-    # A table of blocks may have been made again, and the record keeps the one before.
-    place = tensor.tolist() if tensor.dtype is torch.int64 else tensor.data_ptr()
+    # A table of blocks is never written again. If it has been made twice, the record keeps the first one.
+    place = None if tensor.dtype is torch.int64 else tensor.data_ptr()
     return place, tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -176,7 +176,7 @@ class Table:
     def _check(self, call: int, tensors: Sequence[Tensor]) -> None:
         """Check the arguments of all calls as the operators do."""
         for each in self.calls:
-            getattr(ops, each.operator).__wrapped__(**each.bind(call, tensors))
+            ops.CHECKS[each.operator](**each.bind(call, tensors))
 
     def describe(self) -> list[tuple[object, ...]]:
         """Return what a second record of the same calls has in common with this one."""

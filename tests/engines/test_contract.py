@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def counted(*, failing: str = "", at: int = 1) -> Iterator[Counter[str]]:
     def wrapped(name: str) -> Any:
         real = getattr(ops, name)
 
+        @wraps(real)  # with the name and the arguments by which it is recorded
         def call(*args: Any, **options: Any) -> Any:
             calls[name] += 1
             if name == failing and calls[name] == at:

@@ -59,6 +59,9 @@ _REGISTERS, _MORE_REGISTERS, _MOST_REGISTERS = 80, 96, 128
 rows of pairs of slots. They leave six, five or four warps per scheduler, enough for threads of 16 to 64
 values. On an H200 32 registers more took 1 to 11 % longer, and 32 fewer 1 to 3 %, or 26 % for a sum that is
 quantized (`results/gpu/h200/tuning.json`)."""
+_REGISTERS_OF_BLOCKS = 168
+"""Registers of a thread that finds 32 values, and the own ones, by their blocks. They leave three warps per
+scheduler, enough for norms and biases."""
 _WAVES = 8
 """Programs relative to those that run at once, if all registers are used.
 
@@ -431,7 +434,7 @@ def dequantize_reduce_quantize(
             *(is_paired and _is_odd_row(sent), own is not None, unit, hadamard),
         ),
         _warps(groups * slots, 32 if is_paired else 16, out.device),
-        registers=_MOST_REGISTERS if is_paired else _REGISTERS,
+        registers=_REGISTERS_OF_BLOCKS if blocks is not None else _MOST_REGISTERS if is_paired else _REGISTERS,
     )
 
 
@@ -472,7 +475,7 @@ def dequantize_reduce_hadamard(
             *(hadamard, own is not None),
         ),
         _warps(slots, 16, out.device),
-        registers=_MOST_REGISTERS,
+        registers=_MOST_REGISTERS if blocks is None else _REGISTERS_OF_BLOCKS,
     )
 
 

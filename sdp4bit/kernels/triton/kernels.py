@@ -58,6 +58,7 @@ from sdp4bit.kernels.triton.sections import (
     keys_of,
     lengths_of,
     random_of,
+    share_of,
 )
 
 # Arguments that Triton must not specialize, because they vary between calls.
@@ -108,16 +109,15 @@ def quantize_kernel(
     A tile is GROUPS groups of a row. A group of more than SLOTS blocks is read twice, for its scale and for
     its codes, except for the first SLOTS, which stay in registers.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    if table is not None:
-        row, program, programs = find_section(table, sections, program)
-        values += tl.load(row + VALUES) * UNIT
-        replica += tl.load(row + OTHER_VALUES) * UNIT
-        out += tl.load(row + SENT) * 16
-        numel, blocks = lengths_of(row, table, numel)
-        destination_stride, part_stride = tl.load(row + STRIDE), tl.load(row + OTHER_STRIDE)
+    section = find_section(table, sections)
+    if section is not None:
+        values += tl.load(section + VALUES) * UNIT
+        replica += tl.load(section + OTHER_VALUES) * UNIT
+        out += tl.load(section + SENT) * 16
+        numel, blocks = lengths_of(section, table, numel)
+        destination_stride, part_stride = tl.load(section + STRIDE), tl.load(section + OTHER_STRIDE)
         if ROUNDING != NEAREST:
-            first_block, row_blocks, k0, k1 = random_of(row, call, ROUNDING_KEY)
+            first_block, row_blocks, k0, k1 = random_of(section, call, ROUNDING_KEY)
     part, parts = tl.program_id(1), tl.num_programs(1)
     destination = tl.program_id(2)
     if skip is not None:
@@ -130,6 +130,7 @@ def quantize_kernel(
     places = scale_slots(part, parts, blocks, FORMAT, GROUP)
     slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
+    program, programs = share_of(section)
     for tile in range(program, tl.cdiv(places, GROUPS), programs):
         group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
         is_odd = ends_odd(tile, blocks, GROUP, GROUPS, ODD_ROW)
@@ -226,7 +227,7 @@ def _read_sums(
 
 @triton.jit
 def _write_sums(
-    program, programs, codes, scales, step, count, blocks, written, own, own_multiplier, out, numel,
+    section, codes, scales, step, count, blocks, written, own, own_multiplier, out, numel,
     multiplier, first_block, k0, k1, skip,
     UNIT: tl.constexpr, COUNT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     HADAMARD: tl.constexpr, HAS_OWN: tl.constexpr,
@@ -239,6 +240,7 @@ def _write_sums(
     transform needs no exchange. The bytes of an int4 group are read once for each nibble, the second time
     from the cache. Only the first `written` blocks are written.
     """
+    program, programs = share_of(section)
     for tile in range(program, tl.cdiv(written, ROWS), programs):
         block = tile * ROWS + tl.arange(0, ROWS)
         mask = block < written
@@ -278,7 +280,7 @@ def _write_sums(
 
 @triton.jit
 def _quantize_sums(
-    program, programs, codes_in, scales_in, step, count, blocks, message, part, parts, random, k0, k1,
+    section, codes_in, scales_in, step, count, blocks, message, part, parts, random, k0, k1,
     sender_mask, random_in, k0_in, k1_in,
     COUNT: tl.constexpr, FORMAT_IN: tl.constexpr, GROUP_IN: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROUNDING: tl.constexpr,
@@ -292,6 +294,7 @@ def _quantize_sums(
     places = scale_slots(part, parts, blocks, FORMAT, GROUP)
     slot = tl.expand_dims(tl.arange(0, SLOTS // 2) * 2 if PAIRED else tl.arange(0, SLOTS), 0)
 
+    program, programs = share_of(section)
     for tile in range(program, tl.cdiv(places, GROUPS), programs):
         group = tl.expand_dims(tile * GROUPS + tl.arange(0, GROUPS), 1)
         is_odd = ends_odd(tile, blocks, GROUP, GROUPS, ODD_ROW)
@@ -373,17 +376,16 @@ def reduce_quantize_kernel(
     A tile is GROUPS sent groups. Each chunk finds its own received codes and scale, so the two group sizes
     are independent. Long groups are read twice, as above.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    if table is not None:
-        row, program, programs = find_section(table, sections, program)
-        messages += tl.load(row + RECEIVED) * 16
-        own += tl.load(row + VALUES) * OWN_UNIT
-        out += tl.load(row + SENT) * 16
-        own_numel, blocks = lengths_of(row, table, own_numel)
+    section = find_section(table, sections)
+    if section is not None:
+        messages += tl.load(section + RECEIVED) * 16
+        own += tl.load(section + VALUES) * OWN_UNIT
+        out += tl.load(section + SENT) * 16
+        own_numel, blocks = lengths_of(section, table, own_numel)
         if ROUNDING != NEAREST:
-            first_block, row_blocks, k0, k1 = random_of(row, call, ROUNDING_KEY)
+            first_block, row_blocks, k0, k1 = random_of(section, call, ROUNDING_KEY)
         if first_block_in is not None:
-            first_block_in, row_blocks_in, k0_in, k1_in = random_of(row, call, DITHER_KEY)
+            first_block_in, row_blocks_in, k0_in, k1_in = random_of(section, call, DITHER_KEY)
     place, destination = tl.program_id(1), tl.program_id(2)
     if skip is not None and not HAS_OWN:
         destination += destination >= skip
@@ -400,13 +402,13 @@ def reduce_quantize_kernel(
         is_own = part == skip
     if is_own:
         _write_sums(
-            program, programs, codes_in, scales_in, step, count, blocks, blocks, own, None, own, own_numel,
+            section, codes_in, scales_in, step, count, blocks, blocks, own, None, own, own_numel,
             multiplier, random_in, k0_in, k1_in, None,
             OWN_UNIT, COUNT, FORMAT_IN, GROUP_IN, ROWS, HADAMARD, False,
         )  # fmt: skip
     else:
         _quantize_sums(
-            program, programs, codes_in, scales_in, step, count, blocks,
+            section, codes_in, scales_in, step, count, blocks,
             out + destination * (out_stride.to(tl.int64) * 16),
             place, parts_out, first_block + (destination * parts_out + place) * row_blocks, k0, k1,
             sender_mask, random_in, k0_in, k1_in,
@@ -435,9 +437,8 @@ def dequantize_kernel(
 
     A tile is ROWS consecutive slots, independent of groups.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    if table is not None:
-        section, program, programs = find_section(table, sections, program)
+    section = find_section(table, sections)
+    if section is not None:
         messages += tl.load(section + RECEIVED) * 16
         replica += tl.load(section + VALUES) * UNIT
         numel, blocks = lengths_of(section, table, numel)
@@ -446,6 +447,7 @@ def dequantize_kernel(
     message = messages + row * (stride.to(tl.int64) * 16)
     codes, scales = codes_and_scales(message, 0, 1, blocks, FORMAT, GROUP)
     values = replica + row * (row_stride.to(tl.int64) * UNIT)
+    program, programs = share_of(section)
     for tile in range(program, tl.cdiv(blocks, ROWS), programs):
         position = tile * ROWS + tl.arange(0, ROWS)
         group = position // GROUP
@@ -501,18 +503,17 @@ def reduce_hadamard_kernel(
     HAS_OWN: tl.constexpr,
 ):
     """Write a part's sum over the messages to the output; see _write_sums."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    if table is not None:
-        row, program, programs = find_section(table, sections, program)
-        messages += tl.load(row + RECEIVED) * 16
-        own += tl.load(row + OTHER_VALUES) * UNIT
-        out += tl.load(row + VALUES) * UNIT
-        numel, blocks = lengths_of(row, table, numel)
+    section = find_section(table, sections)
+    if section is not None:
+        messages += tl.load(section + RECEIVED) * 16
+        own += tl.load(section + OTHER_VALUES) * UNIT
+        out += tl.load(section + VALUES) * UNIT
+        numel, blocks = lengths_of(section, table, numel)
         if first_block_in is not None:
-            first_block_in, _, k0_in, k1_in = random_of(row, call, DITHER_KEY)
+            first_block_in, _, k0_in, k1_in = random_of(section, call, DITHER_KEY)
     codes, scales = codes_and_scales(messages, part, parts_in, blocks, FORMAT, GROUP)
     _write_sums(
-        program, programs, codes, scales, stride.to(tl.int64) * 16, count, blocks, blocks, own,
+        section, codes, scales, stride.to(tl.int64) * 16, count, blocks, blocks, own,
         own_multiplier, out, numel, multiplier, first_block_in, k0_in, k1_in, skip,
         UNIT, COUNT, FORMAT, GROUP, ROWS, HADAMARD, HAS_OWN,
     )  # fmt: skip
@@ -544,15 +545,14 @@ def reduce_pieces_kernel(
 
     The grid is [programs, pieces]. A piece ends where the next one begins.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    if table is not None:
-        row, program, programs = find_section(table, sections, program)
-        messages += tl.load(row + RECEIVED) * 16
-        out += tl.load(row + VALUES) * UNIT
-        numel, blocks = lengths_of(row, table, numel)
-        piece_stride = tl.load(row + STRIDE)
+    section = find_section(table, sections)
+    if section is not None:
+        messages += tl.load(section + RECEIVED) * 16
+        out += tl.load(section + VALUES) * UNIT
+        numel, blocks = lengths_of(section, table, numel)
+        piece_stride = tl.load(section + STRIDE)
         if first_key is not None:
-            first_key = counter_of(row, call, DITHER_KEY)
+            first_key = counter_of(section, call, DITHER_KEY)
     piece, pieces = tl.program_id(1), tl.num_programs(1)
     step = stride.to(tl.int64) * 16
     codes, scales = codes_and_scales(messages + piece * step, 0, 1, blocks, FORMAT, GROUP)
@@ -568,7 +568,7 @@ def reduce_pieces_kernel(
         k0, k1 = keys_of(first_key.to(tl.int64) + piece * key_step.to(tl.int64))
     place = out + piece * (units * UNIT)
     _write_sums(
-        program, programs, codes, scales, step * pieces, count, blocks, written, out, None, place, end,
+        section, codes, scales, step * pieces, count, blocks, written, out, None, place, end,
         multiplier, first_block, k0, k1, None,
         UNIT, COUNT, FORMAT, GROUP, ROWS, HADAMARD, False,
     )  # fmt: skip

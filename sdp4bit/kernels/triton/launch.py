@@ -60,7 +60,7 @@ def launch(
     device = tensors[0].get_device()
     # For numbers Triton specializes only on the type: None, float, or an int of 32 or 64 bits.
     kinds = [-_INT32 <= x < _INT32 if x.__class__ is int else x.__class__ for x in numbers]
-    key = (kernel.__name__, device, num_warps, constants, *map(_variant, tensors), *kinds)
+    key = (kernel.__name__, device, num_warps, registers, constants, *map(_variant, tensors), *kinds)
     compiled = _known.get(key)
     if compiled is None or kernel.pre_run_hooks:
         _known[key] = kernel[grid](*tensors, *numbers, *constants, **options)

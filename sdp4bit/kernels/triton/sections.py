@@ -47,35 +47,50 @@ def keys_of(counter):
 
 
 @triton.jit
-def find_section(table, sections, program):
-    """Return the row of the section of a program, the program's number in it, and its programs."""
-    index = 0
-    for i in range(1, sections):
-        index += (tl.load(table + i * WIDTH) <= program).to(tl.int32)
-    row = table + index * WIDTH
-    return row, program - tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32)
-
-
-@triton.jit
-def lengths_of(row, table, numel):
-    """Return the length of a section, or its blocks if `numel` is a pointer, and its number of blocks."""
-    blocks = tl.load(row + BLOCKS).to(tl.int32)
-    if numel.dtype.is_ptr():
-        return table + tl.load(row + NUMEL), blocks
+def find_section(table, sections):
+    """Return the row of this program's section; None without a table."""
+    if table is None:
+        return None
     else:
-        return tl.load(row + NUMEL).to(tl.int32), blocks
+        index = 0
+        for i in range(1, sections):
+            index += (tl.load(table + i * WIDTH) <= tl.program_id(0)).to(tl.int32)
+        return table + index * WIDTH
 
 
 @triton.jit
-def counter_of(row, call, KEY: tl.constexpr):
+def share_of(section):
+    """Return this program's number among those that share the tiles of a section, and how many they are.
+
+    Without a section these are all programs. Loops call this last, because numbers that are
+    read early take registers.
+    """
+    if section is None:
+        return tl.program_id(0), tl.num_programs(0)
+    else:
+        return tl.program_id(0) - tl.load(section).to(tl.int32), tl.load(section + 1).to(tl.int32)
+
+
+@triton.jit
+def lengths_of(section, table, numel):
+    """Return the length of a section, or its blocks if `numel` is a pointer, and its number of blocks."""
+    blocks = tl.load(section + BLOCKS).to(tl.int32)
+    if numel.dtype.is_ptr():
+        return table + tl.load(section + NUMEL), blocks
+    else:
+        return tl.load(section + NUMEL).to(tl.int32), blocks
+
+
+@triton.jit
+def counter_of(section, call, KEY: tl.constexpr):
     """Return the counter of a call; see `random.KeySource`."""
-    source = row + KEY + 2
+    source = section + KEY + 2
     step = (call.to(tl.int64) * tl.load(source + 1) + tl.load(source + 2)) & tl.load(source + 3)
     return tl.load(source) + step * _STEP_OF_STREAM
 
 
 @triton.jit
-def random_of(row, call, KEY: tl.constexpr):
+def random_of(section, call, KEY: tl.constexpr):
     """Return the first block, the stride between rows in blocks, and both keys of a section in a call."""
-    k0, k1 = keys_of(counter_of(row, call, KEY))
-    return tl.load(row + KEY).to(tl.int32), tl.load(row + KEY + 1).to(tl.int32), k0, k1
+    k0, k1 = keys_of(counter_of(section, call, KEY))
+    return tl.load(section + KEY).to(tl.int32), tl.load(section + KEY + 1).to(tl.int32), k0, k1
