@@ -424,7 +424,7 @@ class QuantizedReduceScatter:
             # `sent` are the messages of this hop from here on.
             hop, transfer = next_hop, next_transfer
 
-        # 4. With one hop the own part of the sum is the rank's own row, else it is what step 3 wrote.
+        # 4. The own part of the sum is the rank's own row, or with several hops the output of step 3.
         exchange = self._exchange(hop, sent, chunk, transfer)
         reduce = [
             record(

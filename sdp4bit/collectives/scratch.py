@@ -121,7 +121,7 @@ R = TypeVar("R", bound=Recorded)
 
 
 class Records(Generic[R]):
-    """What a collective has recorded, by what it was recorded for.
+    """The records of a collective, each for one plan, stream and set of dtypes.
 
     Records hold addresses of buffers, so those of the buffers before are dropped.
     """

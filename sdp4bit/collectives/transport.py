@@ -108,7 +108,8 @@ def start_all_to_all(
         what: description for errors.
     """
     if not _is_pairwise(group):
-        # The group's own method: torch's function would check for the host what the plan has decided.
+        # The group's own method. torch's function would check sizes, which the plan has decided, at every
+        # call.
         options = AllToAllOptions()
         options.asyncOp = overlaps
         with comm_error_context(what, group=group):

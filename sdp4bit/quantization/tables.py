@@ -73,7 +73,7 @@ class Call(NamedTuple):
         return [each for each in self.arguments.values() if isinstance(each, MessageLayout)]
 
     def describe(self) -> tuple[object, ...]:
-        """Return what a second record of the same call has in common with this one."""
+        """Return a description that a second record of the same call must equal."""
         arguments = {
             name: _identity(each) if isinstance(each, Tensor) else each
             for name, each in self.arguments.items()
@@ -121,7 +121,7 @@ class Packed(Protocol):
 class Table:
     """Recorded calls of one operator on the sections of a row.
 
-    Calls do not read what others write, so their order does not matter.
+    No call reads the output of another, so their order does not matter.
     """
 
     def __init__(self, calls: Sequence[Call], *, moving: Sequence[Tensor]) -> None:
@@ -179,7 +179,7 @@ class Table:
             ops.CHECKS[each.operator](**each.bind(call, tensors))
 
     def describe(self) -> list[tuple[object, ...]]:
-        """Return what a second record of the same calls has in common with this one."""
+        """Return a description that a second record of the same calls must equal."""
         return [each.describe() for each in self.calls]
 
 

@@ -56,7 +56,7 @@ class ByteTests:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_tables(self, dtype: torch.dtype) -> None:
-        """Packed tables write what the operators of the reference write, call by call."""
+        """Packed tables write the same bytes as the operators of the reference, call by call."""
         with ops.use_backend("reference"):
             expected = outcomes(torch.device("cpu"), dtype)
         with ops.use_backend(self.backend), ops.checked():

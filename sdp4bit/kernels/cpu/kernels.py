@@ -52,9 +52,10 @@ MOST_MOVING, MOST_MOVED = 8, 3
 HEAD_WORDS = 2 + 3 * MOST_MOVED + 2 * 7
 """Words before the parameters of a row.
 
-They are the kernel, the column of `Work.offset`, of each moved address its column or -1, its tensor and its
-offset in it, and seven words per key: its column or -1, the four numbers of its `KeySource`, and for the keys
-of pieces, whose address is then the first word, their number and the difference between their counters.
+The first two are the kernel and the column of `Work.offset`. Three follow for each address that moves: its
+column or -1, its tensor, and its offset in it. Seven follow for each key: its column or -1, the four numbers
+of its `KeySource`, and two for the keys of pieces. These are the number of pieces and the difference between
+their counters, and the first word is then the address of the keys.
 """
 
 

@@ -32,8 +32,8 @@ _MOVED: dict[str, dict[str, tuple[str, ...]]] = {
 class PackedTable:
     """The parameters of a table's calls in one block of memory, which one call of the host runs.
 
-    It holds the addresses of the tensors that move, then a row per call of a kernel: a head from which its
-    parameters follow for these addresses and the number of the call, and the parameters.
+    The addresses of the tensors that move come first. Each call of a kernel then has a row of a head and the
+    parameters. The head states how the parameters follow from these addresses and the number of the call.
     """
 
     def __init__(

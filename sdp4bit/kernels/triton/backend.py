@@ -242,6 +242,10 @@ def _message_stride(messages: Tensor) -> int:
     return messages.stride(0) // MESSAGE_ALIGNMENT if messages.shape[0] > 1 else 0
 
 
+def _most_registers(blocks: Tensor | None) -> int:
+    return _MOST_REGISTERS if blocks is None else _REGISTERS_OF_BLOCKS
+
+
 def _unrolled(count: int) -> int:
     return count if count <= _MAX_UNROLLED else -1
 
@@ -434,7 +438,7 @@ def dequantize_reduce_quantize(
             *(is_paired and _is_odd_row(sent), own is not None, unit, hadamard),
         ),
         _warps(groups * slots, 32 if is_paired else 16, out.device),
-        registers=_REGISTERS_OF_BLOCKS if blocks is not None else _MOST_REGISTERS if is_paired else _REGISTERS,
+        registers=_most_registers(blocks) if is_paired or blocks is not None else _REGISTERS,
     )
 
 
@@ -475,7 +479,7 @@ def dequantize_reduce_hadamard(
             *(hadamard, own is not None),
         ),
         _warps(slots, 16, out.device),
-        registers=_MOST_REGISTERS if blocks is None else _REGISTERS_OF_BLOCKS,
+        registers=_most_registers(blocks),
     )
 
 

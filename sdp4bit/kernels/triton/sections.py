@@ -78,7 +78,7 @@ def lengths_of(section, table, numel):
     if numel.dtype.is_ptr():
         return table + tl.load(section + NUMEL), blocks
     else:
-        return tl.load(section + NUMEL).to(tl.int32), blocks
+        return tl.load(section + NUMEL).to(numel.dtype), blocks
 
 
 @triton.jit

@@ -150,7 +150,8 @@ class Joined:
         # The arguments that all sections share. `call` is the last number.
         named = first.named
         named |= {unit_name: unit, "table": self._table, "sections": len(rows)}
-        named[numel] = self._table if has_blocks else 0
+        # The longest section decides the type of lengths.
+        named[numel] = self._table if has_blocks else max(row[sections.NUMEL.value] for row in rows)
         if "ODD_ROW" in named:
             named["ODD_ROW"] = any(each.named["ODD_ROW"] for each in launches)
         given = list(named.values())
