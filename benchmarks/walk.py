@@ -139,6 +139,10 @@ STOPS = {
             "collectives.reduce_scatter:QuantizedReduceScatter._run_chunk": "This is the paper's "
             "algorithm 3 in four numbered steps. Read `_record_chunk` beside it: it has the operator of each "
             "step with its arguments.",
+            "quantization.tables:Table.run": "Three tables run in turn. The first transforms 32 values at a "
+            "time, which spreads outliers, and quantizes to int8. The second sums the messages of the node "
+            "and quantizes to int4, still in the Hadamard domain. The third sums over the nodes, transforms "
+            "back and writes this rank's gradient.",
             "collectives.transport:start_all_to_all": "Each rank of the hop receives one message with codes "
             "and scales.",
         },
