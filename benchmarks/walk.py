@@ -49,11 +49,11 @@ each link and read the function. [Architecture](architecture.md) describes the p
 The [definition](../sdp4bit/quantization/definition.py) of the method, for all ranks in one process,
 is worth the first five minutes.
 
-Operators run from **tables**. The first time that a row is reduced or refreshed, `_record_chunk` and
-`_record` of the collectives record the operators of each step, section by section, with the
-[ordinary arguments](../sdp4bit/quantization/ops.py). A [table](../sdp4bit/quantization/tables.py)
-keeps the calls of one operator. From the second time on, the host runs them by one call: it passes
-the tensors that have moved, and the number of the call, from which the random bits follow.
+Operators run from **tables**. When a row is first reduced or refreshed, the collective records the
+operators of each step with their [ordinary arguments](../sdp4bit/quantization/ops.py), section by
+section. A [table](../sdp4bit/quantization/tables.py) keeps the calls of one operator. From the
+second time on, one call of the host runs a table. It passes the tensors that have moved, and the
+number of the call, from which the random bits follow.
 """
 
 

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -173,6 +174,7 @@ def _weight_seams(name: str, fired: Fired) -> Iterator[tuple[Any, str, Callable[
                 dist.broadcast(row, group=group, group_src=0)
         start(self, row, **options)
 
+    @wraps(apply)  # with the name and the arguments by which it is recorded
     def apply_twice(messages: Tensor, *, accumulate: bool, **options: Any) -> None:
         apply(messages, accumulate=accumulate, **options)
         if accumulate:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -106,6 +107,7 @@ def test_an_exception_in_a_refresh_leaves_equal_replicas() -> None:
                 continue  # copies rows instead
             real, here, failed = getattr(owner, name), dist.get_rank() in ranks, list[str]()
 
+            @wraps(real)  # with the name and the arguments by which it is recorded
             def fail(*args: Any, **given: Any) -> Any:
                 # Measures dequantize differences, too, and add them to nothing.
                 if here and not failed and given.get("accumulate", True):  # noqa: B023
