@@ -34,6 +34,7 @@ from sdp4bit_lab.selftest.cases import KEY, SHAPES, Shape, guarded_messages, mak
 from tests.kernels import compiled_once
 from tests.kernels.byte_tests import ByteTests
 from tests.kernels.compiled_once import compile_one
+from tests.quantization.table_cases import quantizing
 
 
 @pytest.fixture
@@ -111,6 +112,18 @@ class TestCalls:
                 quantize_long(main, out)
         finally:
             programs.parallel.leave()
+
+    def test_a_stale_address_in_a_packed_table_is_found(self):
+        values = torch.randn(1, 1, 160)
+        with ops.use_backend("numba"), ops.checked():
+            table, parts = quantizing((64, 96), values.device)
+            for call in range(2):
+                table.run(call, values)
+            elsewhere = torch.zeros_like(parts[0])
+            packed = table._packed["numba"]._table
+            packed[packed == parts[0].data_ptr()] = elsewhere.data_ptr()
+            with pytest.raises(AssertionError, match="hadamard_quantize: packed"):
+                table.run(2, values)
 
     @pytest.mark.parametrize("missing", ["cache", "lock"])
     def test_kernels_compile_without_a_cache_or_a_lock(self, missing, monkeypatch, caplog, tmp_path):

@@ -4,6 +4,7 @@ from tests.mutants import M, Source
 
 PLAN = "tests/collectives/test_plan.py"
 PROPERTIES = "tests/collectives/test_properties.py"
+TABLES = "tests/quantization/test_tables.py"
 ALL_REDUCE = "tests/collectives/test_all_reduce.py"
 APART = f"{ALL_REDUCE}::test_dither_is_taken_off_whatever_numbers_the_ranks_have"
 MEASURES = "tests/engines/test_measures.py"
@@ -61,6 +62,15 @@ SOURCES = (
             M("return round_up(length, BLOCK) if self.is_fine else length", "return length"),
             M("if coarse and last_kind == parameter.kind else ()", "if coarse else ()"),
             M("(end - start) - (end - start)", "(end - start)"),
+        ),
+    ),
+    Source(
+        "sdp4bit/collectives/scratch.py",
+        (TABLES,),
+        (
+            M("self.generation += 1", "self.generation += 0"),
+            M("elif ops.is_checked():", "elif False:"),
+            M("while self._generation != self._scratch.generation:", "while False:"),
         ),
     ),
     Source(

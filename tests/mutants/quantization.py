@@ -12,8 +12,18 @@ USER_CACHE = (
     "tests/kernels/test_user_cache.py::test_a_folder_of_another_user_is_not_read",
     "tests/kernels/test_user_cache.py::test_functions_of_others_and_a_place_of_the_user_are_left_to_numba",
 )
+TABLES = "tests/quantization/test_tables.py"
 
 SOURCES = (
+    Source(
+        "sdp4bit/quantization/tables.py",
+        (TABLES,),
+        (
+            M("if tensor.dtype is torch.int64 else tensor.data_ptr()", "if True else 0"),
+            M("if self._known != backend:", "if False:"),
+            M("ops.CHECKS[each.operator](**each.bind(call, tensors))", "each.bind(call, tensors)"),
+        ),
+    ),
     Source(
         "sdp4bit/quantization/random.py",
         (RANDOM,),
@@ -33,7 +43,7 @@ SOURCES = (
                 "step = (call + self.number) & self.mask",
                 tests=("tests/collectives/test_properties.py",),
             ),
-            M("+ self.number) & self.mask", "+ self.number)", tests=("tests/quantization/test_tables.py",)),
+            M("+ self.number) & self.mask", "+ self.number)", tests=(TABLES,)),
             M("if step < 0:", "if step < -1:"),
             M("if not 0 <= value < 1 << bits:", "if not 0 <= value <= 1 << bits:"),
             M('int(f"{page:0{STEP_BITS}b}"[::-1], 2)', 'int(f"{page:0{STEP_BITS}b}", 2)'),
