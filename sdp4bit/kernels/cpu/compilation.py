@@ -15,7 +15,7 @@ from numba import cfunc, njit, types
 from numba.core.compiler import Compiler
 
 from sdp4bit.kernels.cpu import user_cache
-from sdp4bit.kernels.cpu.kernels import run_parallel, run_table_parallel, sum_words
+from sdp4bit.kernels.cpu.kernels import run_parallel, sum_words
 from sdp4bit.kernels.cpu.parameters import Flags, Group, Parameters
 from sdp4bit.log import logger
 
@@ -114,7 +114,7 @@ def compile_kernel(kernel: Callable[..., None], flags: Flags, groups: tuple[type
 def compile_runner(runner: Callable[..., None]) -> Callable[..., None]:
     """Return a function that runs kernels by their addresses, compiled."""
     kind = types.void(*[types.int64] * runner.__code__.co_argcount)
-    parallel = runner in (run_parallel, run_table_parallel)
+    parallel = runner is run_parallel
     compiled: Callable[..., None] = _compile(njit, runner, kind, nogil=True, parallel=parallel)
     return compiled
 

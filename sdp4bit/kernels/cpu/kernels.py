@@ -313,18 +313,6 @@ def _call(typing_context, kernel, thread, threads, parameters):
     return types.void(*[types.int64] * 4), codegen
 
 
-def run_here(kernel, threads, parameters):
-    """Run a kernel on the calling thread; kernel and parameters are addresses."""
-    for thread in range(threads):
-        _call(kernel, thread, threads, parameters)
-
-
-def run_parallel(kernel, threads, parameters):
-    """Run a kernel on numba's threads; kernel and parameters are addresses."""
-    for thread in prange(threads):
-        _call(kernel, thread, threads, parameters)
-
-
 @inline
 def _mixed(z):
     """Return both keys of a counter in one number; see `random.KeySource`."""
@@ -366,8 +354,8 @@ def _move(table, width, rows, memory, call):
                     z += np.uint64(load_scalar_i64(key + 48))
 
 
-def run_table(table, width, rows, threads, memory, call):
-    """Run the kernels of a table's rows on the calling thread; see `backend.PackedTable`."""
+def run_here(table, width, rows, threads, memory, call):
+    """Run the kernels of a table's rows on the calling thread; see `HEAD_WORDS`."""
     _move(table, width, rows, memory, call)
     for row in range(rows):
         entry = table + 8 * (MOST_MOVING + width * row)
@@ -375,7 +363,7 @@ def run_table(table, width, rows, threads, memory, call):
             _call(load_scalar_i64(entry), thread, threads, entry + 8 * HEAD_WORDS)
 
 
-def run_table_parallel(table, width, rows, threads, memory, call):
+def run_parallel(table, width, rows, threads, memory, call):
     """Run the kernels of a table's rows on numba's threads, each with its share of every row."""
     _move(table, width, rows, memory, call)
     for thread in prange(threads):

@@ -1,4 +1,4 @@
-"""Runs compiled kernels: their parameters, working memory and threads.
+"""Runs compiled kernels: rows of parameters, working memory and threads.
 
 Work is divided among torch.get_num_threads() threads. Calls from several Python threads are safe: one at a
 time runs in parallel, the others on their own thread.
@@ -10,15 +10,16 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import c_float
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numba
+import numpy as np
 import torch
 
 from sdp4bit.kernels.cpu import compilation, kernels, tiles
@@ -28,21 +29,22 @@ from sdp4bit.quantization.layout import MessageLayout, round_up
 _TILE = 1024
 """Values per tile, unless a group is larger."""
 _VALUES_PER_THREAD = 1 << 15
-_PARAMETER_BYTES = 512
+_NOTHING_MOVES = (*[-1, 0, 0] * kernels.MOST_MOVED, *[-1, *[0] * 6] * 2)
+"""The head of a row whose parameters are complete."""
 _MODES = {None: tiles.NEAREST, False: tiles.STOCHASTIC, True: tiles.DITHER}
 """Rounding modes by `rounding and rounding.dither`."""
 
 
 class Workspace(threading.local):
-    """Parameters and working memory of the calling thread, reused so that their pages stay mapped."""
+    """Working memory of the calling thread, reused so that its pages stay mapped."""
 
-    size = 0
-    view: Any  # an array of numpy, whose type is a `Buffer` only from Python 3.12 on
-    address: int
+    buffer = np.empty(0, dtype=np.uint8)
 
-    def grow(self, size: int) -> None:
-        buffer = torch.empty(size, dtype=torch.uint8)
-        self.view, self.address, self.size = buffer.numpy(), buffer.data_ptr(), size
+    def address(self, size: int) -> int:
+        """Return the address of working memory of at least this size."""
+        if self.buffer.size < size + 64:
+            self.buffer = np.empty(size + 64, dtype=np.uint8)
+        return round_up(self.buffer.ctypes.data, 64)
 
 
 class ParallelRegion:
@@ -168,9 +170,8 @@ class Program:
         tile = min(max(1, _TILE // group_size) * group_size, padded)
         self.memory = round_up(5 * tile + 128 + tile // 8 + 8 * terms, 64)  # bytes of a thread
         self.groups: tuple[type[Group], ...] = (*[Layout] * len(layouts), Work)
-        work = Work(tile=tile, offset=_PARAMETER_BYTES, memory_stride=self.memory)
-        numbers = *chain.from_iterable(_numbers_of(each, clip) for each in layouts), *work
-        self.numbers, self.packed = numbers, struct.pack(f"{len(numbers)}q", *numbers)
+        work = Work(tile=tile, offset=0, memory_stride=self.memory)
+        self.numbers = *chain.from_iterable(_numbers_of(each, clip) for each in layouts), *work
         self.flags = Flags(
             received=None if received is None else received.format,
             sent=None if sent is None else sent.format,
@@ -178,33 +179,13 @@ class Program:
             is_clipped=clip < 1,
             **flags,
         )
-        self.kernel, self.address = kernel, 0
+        self.kernel = kernel
 
-    def compile(self, groups: tuple[Group, ...]) -> int:
-        """Return the address of the kernel for these groups of parameters and its own."""
-        if not self.address:
-            self.format = f"{sum(map(len, groups))}q{len(self.packed)}s"
-            self.address = compiled.kernel(self.kernel, self.flags, (*map(type, groups), *self.groups))
-        return self.address
-
-    def launch(self, groups: tuple[Group, ...], threads: int) -> None:
-        """Run the kernel with these groups of parameters and its own."""
-        memory, kernel = working_memory(_PARAMETER_BYTES + threads * self.memory), self.compile(groups)
-        struct.pack_into(self.format, _workspace.view, 0, *chain.from_iterable(groups), self.packed)
-        runner_of(kernels.run_here, kernels.run_parallel, threads)(kernel, threads, memory)
-
-
-def working_memory(size: int) -> int:
-    """Return the address of the calling thread's working memory, of at least this size."""
-    if _workspace.size < size:
-        _workspace.grow(size)
-    return _workspace.address
-
-
-def runner_of(here: Callable[..., None], parallel: Callable[..., None], threads: int) -> Callable[..., None]:
-    """Return the one of two functions of `kernels` for this many threads, compiled."""
-    function = here if threads < 2 else parallel
-    return compiled.runners.get(function) or compiled.runner(function)
+    def row(self, groups: tuple[Group, ...], head: Sequence[int] = _NOTHING_MOVES) -> list[int]:
+        """Return the row of a call with these groups of parameters; see `kernels.HEAD_WORDS`."""
+        address = compiled.kernel(self.kernel, self.flags, (*map(type, groups), *self.groups))
+        parameters = *map(int, chain.from_iterable(groups)), *self.numbers
+        return [address, len(parameters) - 2, *head, *parameters]
 
 
 def run(program: Program, work: int, *groups: Group) -> None:
@@ -214,7 +195,20 @@ def run(program: Program, work: int, *groups: Group) -> None:
     if recording.calls is not None:
         recording.calls.append(Recorded(program, work, groups))
         return
-    divide(work, partial(program.launch, groups))
+    row = program.row(groups)
+    table = np.array([0] * kernels.MOST_MOVING + row)  # in no torch mode or default device
+    run_rows(table.ctypes.data, len(row), 1, work=work, memory=program.memory)
+
+
+def run_rows(table: int, width: int, rows: int, *, work: int, memory: int, call: int = 0) -> None:
+    """Run the rows of a table on enough threads for `work` values, each with this much memory."""
+
+    def launch(threads: int) -> None:
+        function = kernels.run_here if threads < 2 else kernels.run_parallel
+        runner = compiled.runners.get(function) or compiled.runner(function)
+        runner(table, width, rows, threads, _workspace.address(threads * memory), call)
+
+    divide(work, launch)
 
 
 def divide(work: int, launch: Callable[[int], None]) -> None:

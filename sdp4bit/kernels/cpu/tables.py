@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sdp4bit.kernels.cpu import kernels, tiles
 from sdp4bit.kernels.cpu.parameters import DequantizeRows
-from sdp4bit.kernels.cpu.programs import Recorded, divide, recording, runner_of, working_memory
+from sdp4bit.kernels.cpu.programs import Recorded, recording, run_rows
 from sdp4bit.quantization.checksum import signed64
 from sdp4bit.quantization.random import KeySeries, KeySource, RoundingKey
 from sdp4bit.quantization.tables import Call, View
@@ -51,14 +50,13 @@ class PackedTable:
         ]
         self._work = sum(one.work for _, one in recorded)
         self._memory = max(one.program.memory for _, one in recorded)
-        rows = [[*self._head(i, one, tensors), *self._parameters(i, one)] for i, one in recorded]
+        rows = [self._row(i, one, self._head(i, one, tensors)) for i, one in recorded]
         self._width, self._count = max(map(len, rows)), len(rows)
         numbers = [0] * kernels.MOST_MOVING
         for row in rows:
             numbers += row + [0] * (self._width - len(row))
-        self._table = torch.tensor(numbers, dtype=torch.int64)
-        self._address = self._table.data_ptr()
-        self._view: Any = self._table.numpy()  # see `Workspace`
+        self._table: Any = np.array(numbers)  # whose type is a `Buffer` only from Python 3.12 on
+        self._address = self._table.ctypes.data
         self._addresses = struct.Struct(f"{len(tensors)}q")
 
     def _record(self, call: Call, arguments: dict[str, Any]) -> list[Recorded]:
@@ -73,13 +71,8 @@ class PackedTable:
 
     def run(self, call: int, tensors: Sequence[Tensor]) -> None:
         """See :class:`sdp4bit.quantization.tables.Packed`."""
-        self._addresses.pack_into(self._view, 0, *[each.data_ptr() for each in tensors])
-        divide(self._work, partial(self._launch, call))
-
-    def _launch(self, call: int, threads: int) -> None:
-        memory = working_memory(threads * self._memory)
-        runner = runner_of(kernels.run_table, kernels.run_table_parallel, threads)
-        runner(self._address, self._width, self._count, threads, memory, call)
+        self._addresses.pack_into(self._table, 0, *[each.data_ptr() for each in tensors])
+        run_rows(self._address, self._width, self._count, work=self._work, memory=self._memory, call=call)
 
     def _head(self, index: int, recorded: Recorded, tensors: Sequence[Tensor]) -> list[int]:
         call, (first, *keys), flags = self._calls[index], recorded.groups, recorded.program.flags
@@ -103,25 +96,27 @@ class PackedTable:
             sources += (column, *_signed(call.sources["dither"]), 0, 0)
         moved += [-1, 0, 0] * (kernels.MOST_MOVED - len(moved) // 3)
         sources += [-1, *[0] * 6] * (2 - len(sources) // 7)
-        offset = sum(map(len, recorded.groups)) + len(recorded.program.numbers) - 2
-        return [recorded.program.compile(recorded.groups), offset, *moved, *sources]
+        return [*moved, *sources]
 
-    def _parameters(self, index: int, recorded: Recorded) -> list[int]:
+    def _row(self, index: int, recorded: Recorded, head: Sequence[int]) -> list[int]:
         first, *others = recorded.groups
         if index in self._keys:
             assert isinstance(first, DequantizeRows)
             first = first._replace(keys=self._keys[index].data_ptr())
-        *numbers, _, _ = map(int, (*chain(first, *others), *recorded.program.numbers))
-        return [*numbers, 0, self._memory]
+        row = recorded.program.row((first, *others), head)
+        row[-1] = self._memory  # of each thread, while others run another row
+        return row
 
     def check(self, call: int, tensors: Sequence[Tensor]) -> None:
         """See :class:`sdp4bit.quantization.tables.Packed`."""
-        rows = iter(self._table[kernels.MOST_MOVING :].view(-1, self._width).tolist())
+        rows = iter(self._table[kernels.MOST_MOVING :].reshape(-1, self._width).tolist())
         for index, each in enumerate(self._calls):
             arguments = each.bind(call, tensors)
             for one in self._record(each, arguments):
-                row, expected = next(rows), self._parameters(index, one)
-                found = row[kernels.HEAD_WORDS :][: len(expected)]
+                row = next(rows)
+                head = row[2 : kernels.HEAD_WORDS]
+                expected = self._row(index, one, head)
+                found = row[: len(expected)]
                 found[-2] = 0  # the offset of the working memory
                 if found != expected:
                     raise AssertionError(f"{each.operator}: packed {found}, but {expected} are due")
