@@ -9,13 +9,18 @@ Layer: 2 and 4 real processes over gloo.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch import Tensor
 
+from sdp4bit import GradientConfig, SDP4BitConfig
 from sdp4bit.quantization import ops
+from sdp4bit.quantization.tables import Table
 from tests.engines.ddp import test_hook
 from tests.engines.fsdp2 import (
     test_checkpoint,
@@ -26,6 +31,7 @@ from tests.engines.fsdp2 import (
     test_sections,
 )
 from tests.ranks import run_ranks
+from tests.toy import Run, ToyGPT, shard
 
 pytest.importorskip("numba", reason="needs numba")
 
@@ -33,6 +39,11 @@ pytestmark = [pytest.mark.gloo, pytest.mark.timeout(1800)]
 
 PRELOAD = ["sdp4bit.kernels.cpu.backend", *test_edits.PRELOAD]
 Test = Callable[..., None]
+OPERATORS = (
+    *("subtract_quantize", "dequantize_add", "hadamard_quantize"),
+    *("dequantize_reduce_quantize", "dequantize_reduce_hadamard"),
+)
+"""Those of FSDP2 on several nodes with several ranks each."""
 SCENARIOS: dict[int, list[Test]] = {
     2: [
         test_exactness.test_two_ranks_with_the_identity_equal_plain_fsdp2_bit_for_bit,
@@ -80,3 +91,26 @@ def test_scenarios_of_each_file_pass_with_unchecked_kernels(ranks: int, tmp_path
 @pytest.mark.parametrize("test", [*SLOW[2], *SLOW[4]], ids=lambda test: f"{test.__module__}::{test.__name__}")
 def test_all_scenarios_pass_with_unchecked_kernels(test: Any, tmp_path: Path) -> None:
     run_ranks(run_all, test.ranks, [test], tmp_path, timeout=400.0, backend="auto", checked=False)
+
+
+def run_steady_step() -> None:
+    run = Run(shard(ToyGPT()), SDP4BitConfig(gradients=GradientConfig(min_numel=0)), topology=2)
+    run.train(4)
+    ran: Counter[str] = Counter()
+    real = Table.run
+
+    def noted(table: Table, call: int, *tensors: Tensor) -> None:
+        ran[table.calls[0].operator] += 1
+        real(table, call, *tensors)
+
+    one_by_one = mock.Mock(side_effect=AssertionError("a table is not packed"))
+    with (
+        mock.patch.object(Table, "run", noted),
+        mock.patch.object(Table, "_run_one_by_one", one_by_one),
+    ):
+        run.train(1)
+    assert ran == dict.fromkeys(OPERATORS, len(run.comm.groups)), ran
+
+
+def test_a_steady_step_takes_one_call_of_the_host_per_operator_and_group() -> None:
+    run_ranks(run_steady_step, 4, timeout=400.0, backend="auto", checked=False)
