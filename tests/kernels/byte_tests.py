@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ class ByteTests:
 
     backend: str
     device = torch.device("cpu")
+    running = staticmethod(nullcontext)
+    """The context of tables on the back end."""
 
     def compare(self, *args: Any, **named: Any) -> None:
         compare(*args, backend=self.backend, device=self.device, **named)
@@ -59,7 +62,7 @@ class ByteTests:
         """Packed tables write the same bytes as the operators of the reference, call by call."""
         with ops.use_backend("reference"):
             expected = outcomes(torch.device("cpu"), dtype)
-        with ops.use_backend(self.backend), ops.checked():
+        with ops.use_backend(self.backend), ops.checked(), self.running():
             found = outcomes(self.device, dtype)
         for index, (one, other) in enumerate(zip(found, expected, strict=True)):
             # The bits of a NaN are those of the processor.
@@ -71,7 +74,7 @@ class ByteTests:
         """Sections without values launch nothing, and those beside them are written."""
         values, written = torch.randn(1, 1, sum(numels)), []
         for backend, device in (("reference", torch.device("cpu")), (self.backend, self.device)):
-            with ops.use_backend(backend), ops.checked():
+            with ops.use_backend(backend), ops.checked(), self.running():
                 table, parts = quantizing(numels, device)
                 for call in range(3):
                     table.run(call, values.to(device))
