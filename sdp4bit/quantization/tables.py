@@ -147,11 +147,11 @@ class Table:
         packed = self._packed.get(backend)
         if packed is None and backend not in self._packed:
             packed = self._pack(backend, tensors)
-        if ops.is_checked():
-            self._check(call, tensors)
         if packed is None:
             self._run_one_by_one(call, tensors)
             return
+        if ops.is_checked():
+            self._check(call, tensors)
         with profiler_range(f"sdp4bit::{self.calls[0].operator}"):
             packed.run(call, tensors)
         if ops.is_checked():

@@ -55,6 +55,9 @@ def test_a_back_end_packs_a_table_at_its_second_run(monkeypatch: pytest.MonkeyPa
     for call in (4, 5, 6):
         table.run(call, torch.randn(1, 1, 64))
     assert packed == [table.calls] and ran == [5, 6]
+    with pytest.raises(ValueError, match="cast it first"):
+        table.run(7, torch.randn(1, 1, 64).double())
+    assert ran == [5, 6]
 
 
 def test_arguments_are_checked_whenever_addresses_move() -> None:
