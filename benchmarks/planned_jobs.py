@@ -23,7 +23,7 @@ from sdp4bit_lab.plan.costs import Cluster, StepCost
 from sdp4bit_lab.plan.host import HostTime
 from sdp4bit_lab.plan.layout import ParallelLayout, Range
 from sdp4bit_lab.plan.model import PlanModelConfig
-from sdp4bit_lab.plan.step import MIN_GAIN_TO_CONSIDER, MIN_GAIN_TO_ENABLE, Plan
+from sdp4bit_lab.plan.step import MIN_GAIN_TO_CONSIDER, MIN_GAIN_TO_ENABLE, StepPlan
 
 TOLERANCE = 0.25
 """Largest distance of the planned seconds from the measured ones, relative to the latter."""
@@ -62,7 +62,7 @@ class Job:
     rounds: int
     sent_bytes: float
     """By a node, counted at its interface."""
-    plan: Plan
+    plan: StepPlan
     cost: StepCost
 
     @property
@@ -207,7 +207,7 @@ def jobs_of(
         )
 
 
-def _cost(plan: Plan, *, kind: str | None, replicated: bool) -> StepCost | None:
+def _cost(plan: StepPlan, *, kind: str | None, replicated: bool) -> StepCost | None:
     if kind == "fp32":
         return plan.baseline
     if kind == "bf16":
@@ -397,11 +397,11 @@ def _reported(row: dict[str, Any]) -> Reported:
     cluster = config.cluster.resolve(model="")
     cluster = replace(cluster, device_flops=flops / row["compute_seconds"], device_memory=None)
 
-    def plan_at(gigabits: float) -> Plan:
+    def plan_at(gigabits: float) -> StepPlan:
         rate = gigabits / 8 * 1e9
         return config.plan(replace(cluster, **{"intra_bandwidth" if inside else "inter_bandwidth": rate}))
 
-    def plain_of(plan: Plan, gradients: str) -> StepCost:
+    def plain_of(plan: StepPlan, gradients: str) -> StepCost:
         if row["baseline"] == "FSDP2":
             return plan.bf16_baseline
         assert plan.hybrid is not None and plan.hybrid.name == row["baseline"]

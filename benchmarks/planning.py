@@ -15,7 +15,7 @@ from sdp4bit_lab.plan.costs import StepCost
 from sdp4bit_lab.plan.layout import BF16_BYTES, FP32_BYTES, ParallelLayout
 from sdp4bit_lab.plan.memory import parts
 from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup
-from sdp4bit_lab.plan.step import BASELINE, MIN_GAIN_TO_CONSIDER, Plan
+from sdp4bit_lab.plan.step import BASELINE, MIN_GAIN_TO_CONSIDER, StepPlan
 from sdp4bit_lab.plan.traffic import group_traffic
 from sdp4bit_lab.pretrain.model.cards import CardName
 
@@ -79,7 +79,7 @@ def plan_of(
     sequences: int = SEQUENCES,
     accumulation: int = 1,
     strategy: Strategy = "sdp4bit",
-) -> Plan:
+) -> StepPlan:
     """Return the plan of nodes of H100, whose links have this rate.
 
     Args:
@@ -242,7 +242,7 @@ def links() -> list[dict[str, Any]]:
     return rows
 
 
-def _costs(plan: Plan) -> dict[str, StepCost]:
+def _costs(plan: StepPlan) -> dict[str, StepCost]:
     """Return the costs by name, those first whose use changes least."""
     costs = {"FSDP2, fp32": plan.baseline, "FSDP2, bf16": plan.bf16_baseline}
     if plan.hybrid is not None:

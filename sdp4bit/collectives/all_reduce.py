@@ -334,7 +334,7 @@ class QuantizedAllReduce:
             recorded.quantize.run(call, values)
             messages = recorded.message
             if nonfinite is not None:
-                nonfinite += count_nonfinite([*map(upper_halves, messages.parts, plan.message.layouts)])
+                nonfinite += count_nonfinite([*map(upper_halves, messages.fields, plan.message.layouts)])
 
             # 3. and 4. All-gather in the levels of the reduce-scatter, from the outermost one. The messages
             # of a level are put between those that arrived before, so that message r = node * ranks_per_node
@@ -373,14 +373,14 @@ class QuantizedAllReduce:
 
         # 2. Without slots: a call runs to its end on one stream, so the next one finds all buffers free.
         message, row = scratch.split("gather send", 1, plan.message, device=device), self._topology.row
-        quantize = self._pieces.quantize(plan, own, message.parts, row=row, moving=[moving])
+        quantize = self._pieces.quantize(plan, own, message.fields, row=row, moving=[moving])
 
         # 3. to 5.
         gathered = tuple(
             scratch.split(f"gather {each.level}", each.copies * (each.peers + 1), plan.message, device=device)
             for each in plan.gathers
         )
-        received = (message, *gathered)[-1].parts
+        received = (message, *gathered)[-1].fields
         restore = self._pieces.restore(plan, received, taken, multiplier=multiplier, moving=[moving])
         return RecordedAllReduce(copies, reduction, quantize, message, gathered, restore)
 

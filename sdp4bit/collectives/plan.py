@@ -28,7 +28,7 @@ MOST_PLANS = 64
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Where the codes and scales of successive parts lie in a buffer; each part is aligned."""
+    """Where the codes and scales of successive fields lie in a buffer; each field is aligned."""
 
     layouts: tuple[MessageLayout, ...]
 
@@ -43,7 +43,7 @@ class Message:
 
     @cached_property
     def places(self) -> tuple[slice, ...]:
-        """Byte ranges of the parts."""
+        """Byte ranges of the fields."""
         ends = tuple(accumulate(layout.nbytes for layout in self.layouts))
         return tuple(slice(start, end) for start, end in pairwise((0, *ends)))
 
@@ -73,7 +73,7 @@ class Transfer:
 
 
 def _launches(sections: Sequence[Section], message: Message) -> int:
-    """Return the launches of an operator for sections with a part each of a message.
+    """Return the launches of an operator for sections with a field each of a message.
 
     Sections of a kind share one: of a format and group size, read where they are or by their blocks.
     """
@@ -207,7 +207,7 @@ class Hop:
     level: Level
     size: int  # ranks that exchange messages
     apart: int  # difference between the group ranks of successive ones
-    parts: int  # rows in a message: those of the receiver and of the ranks that it forwards to
+    rows: int  # in a message: those of the receiver and of the ranks that it forwards to
     bits: Bits
     group_size: int
     rounding: Rounding
@@ -229,7 +229,7 @@ def hops_of(grid: Grid, config: GradientConfig) -> tuple[Hop, ...]:
             level=level,
             size=size,
             apart=grid.apart(level),
-            parts=grid.size // (grid.apart(level) * size),
+            rows=grid.size // (grid.apart(level) * size),
             bits=config.intra_bits if level == "intra" else config.inter_bits,
             group_size=config.intra_group_size if level == "intra" else config.inter_group_size,
             rounding=config.intra_rounding if level == "intra" else config.inter_rounding,
@@ -240,7 +240,7 @@ def hops_of(grid: Grid, config: GradientConfig) -> tuple[Hop, ...]:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Part:
+class Slice:
     """Values of one section in a chunk."""
 
     index: int  # of the section in the row
@@ -259,10 +259,10 @@ class Part:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Chunk:
-    """Parts that share a message per destination and hop."""
+    """Slices of sections that share a message per destination and hop."""
 
     index: int  # chunks alternate between message buffers
-    parts: tuple[Part, ...]
+    slices: tuple[Slice, ...]
     transfers: tuple[Transfer, ...]  # one per hop
     overlaps: bool  # whether the current stream gets other work before it waits for a transfer
 
@@ -289,7 +289,7 @@ class ReducePlan(Plan):
             return ()
         numel = sum(each.numel for each in self.sections)
         kernels = sum(
-            _launches([part.section for part in chunk.parts], chunk.transfers[0].message)
+            _launches([each.section for each in chunk.slices], chunk.transfers[0].message)
             for chunk in self.chunks
         )
         sent = [tuple(chunk.transfers[i] for chunk in self.chunks) for i in range(len(self.hops))]
@@ -304,7 +304,7 @@ class ReducePlan(Plan):
             launch = Launch(
                 "dequantize_reduce_quantize",
                 kernels,
-                numel * hop.size * hop.parts,
+                numel * hop.size * hop.rows,
                 nbytes[i - 1] + nbytes[i],
                 terms=before.size,
                 bits=hop.bits,
@@ -342,8 +342,8 @@ def plan_reduce(
         cut = cut_into_chunks(lengths, config=config, grid=grid)
     chunks = []
     for index, chosen in enumerate(cut):
-        parts = tuple(
-            Part(
+        slices = tuple(
+            Slice(
                 index=number,
                 section=sections[number],
                 start=place.start,
@@ -356,13 +356,13 @@ def plan_reduce(
             Transfer(
                 "all-to-all",
                 hop.level,
-                Message(tuple(hop.layout(p.numel, parts=hop.parts, section=p.section) for p in parts)),
+                Message(tuple(hop.layout(p.numel, parts=hop.rows, section=p.section) for p in slices)),
                 hop.size - 1,
             )
             for hop in hops
         )
         overlaps = in_one_chunk or len(cut) > 1
-        chunks.append(Chunk(index=index, parts=parts, transfers=transfers, overlaps=overlaps))
+        chunks.append(Chunk(index=index, slices=slices, transfers=transfers, overlaps=overlaps))
     layouts = one_of_each_format(each.message for chunk in chunks for each in chunk.transfers)
     return ReducePlan(grid=grid, hops=hops, sections=sections, chunks=tuple(chunks), layouts=layouts)
 
@@ -384,7 +384,7 @@ class RefreshPlan(Plan):
     sections: tuple[Section, ...]
     clips: tuple[float, ...]  # of the sections, see `ops.subtract_quantize`
     exact: tuple[Range, ...]  # ranges that are sent as they are, because they hold bits
-    message: Message  # a part per section, then one for all exact ranges
+    message: Message  # a field per section, then one for all exact ranges
     layouts: tuple[MessageLayout, ...]  # one of each format
     inter: Transfer
     intra: Transfer
@@ -441,7 +441,7 @@ def plan_refresh(
     layouts = [each.layout(each.numel, bits=config.bits, group_size=config.group_size) for each in sections]
     if exact:
         nbytes = sum(end - start for start, end in exact) * value_bytes
-        # In words of 32 bits, like a part in full precision.
+        # In words of 32 bits, like a field in full precision.
         layouts.append(message_layout(numel=-(-nbytes // 4), bits=None, group_size=BLOCK))
     grid = replace(grid, blocks=1)  # weights cross nodes in one hop
     message, holds_all = Message(tuple(layouts)), holds_all_rows(config, grid=grid)

@@ -14,9 +14,9 @@ from sdp4bit.collectives.chunks import group_unit
 from sdp4bit.collectives.plan import (
     Chunk,
     Hop,
-    Part,
     Plans,
     ReducePlan,
+    Slice,
     Transfer,
     hops_of,
     plan_reduce,
@@ -57,7 +57,7 @@ class SectionValues(NamedTuple):
     blocks: Tensor | None = None
     """Places of the values in the tensors above, if they are longer; see `ops.hadamard_quantize`."""
 
-    def of(self, part: Part) -> SectionValues:
+    def of(self, part: Slice) -> SectionValues:
         """Return the values of a part of the section."""
         if part.is_section:
             return self
@@ -345,7 +345,7 @@ class QuantizedReduceScatter:
         """
         chunks = []
         for chunk in plan.chunks:
-            chosen = [values[part.index].of(part) for part in chunk.parts]
+            chosen = [values[part.index].of(part) for part in chunk.slices]
             recorded = self._record_chunk(
                 plan.hops, chunk, chosen, moving, multiplier=multiplier, device=device
             )
@@ -366,7 +366,7 @@ class QuantizedReduceScatter:
 
         All parts share a message per destination and hop.
         """
-        parts, count = chunk.parts, range(len(chunk.parts))
+        parts, count = chunk.slices, range(len(chunk.slices))
         (hop, *others), last = hops, hops[-1]
         (transfer, *following) = chunk.transfers
         inverse = multiplier * INVERSE_FACTOR if self.hadamard else multiplier
@@ -382,8 +382,8 @@ class QuantizedReduceScatter:
             record(
                 ops.hadamard_quantize,
                 {"rounding": keys[i].source},
-                values[i].rows.unflatten(0, (hop.parts, hop.size)).transpose(0, 1),
-                out=sent.parts[i],
+                values[i].rows.unflatten(0, (hop.rows, hop.size)).transpose(0, 1),
+                out=sent.fields[i],
                 layout=transfer.message.layouts[i],
                 hadamard=self.hadamard,
                 rounding=keys[i].key,
@@ -406,9 +406,9 @@ class QuantizedReduceScatter:
                 record(
                     ops.dequantize_reduce_quantize,
                     {"rounding": keys[i].source, "dither": dithers[i].dither_source},
-                    exchange.received.parts[i],
+                    exchange.received.fields[i],
                     received=transfer.message.layouts[i],
-                    out=sent.parts[i],
+                    out=sent.fields[i],
                     sent=next_transfer.message.layouts[i],
                     rounding=keys[i].key,
                     dither=self._dither(hop, dithers[i]),
@@ -430,7 +430,7 @@ class QuantizedReduceScatter:
             record(
                 ops.dequantize_reduce_hadamard,
                 {"dither": keys[i].dither_source},
-                exchange.received.parts[i],
+                exchange.received.fields[i],
                 out=values[i].output,
                 layout=transfer.message.layouts[i],
                 hadamard=self.hadamard,
@@ -501,7 +501,7 @@ class QuantizedReduceScatter:
         exchange, _ = recorded.exchanges[-1]
         layouts = recorded.chunk.transfers[-1].message.layouts
         place, numbers = self._place[exchange.level], []
-        for part, each, layout in zip(recorded.chunk.parts, exchange.received.parts, layouts, strict=True):
+        for part, each, layout in zip(recorded.chunk.slices, exchange.received.fields, layouts, strict=True):
             if not self.exact_own:
                 numbers.append(upper_halves(each, layout))
                 continue
@@ -531,7 +531,7 @@ class QuantizedReduceScatter:
         )
         return Exchange(start, received, hop.level, transfer.nbytes, transfer.padding_bytes)
 
-    def _rounding_key(self, hop: Hop, part: Part) -> _Rounding:
+    def _rounding_key(self, hop: Hop, part: Slice) -> _Rounding:
         """Return this rank's key for rounding a part at a hop, and the source of its bits."""
         if hop.rounding == "nearest":
             return _Rounding(None, None)
@@ -554,7 +554,7 @@ class QuantizedReduceScatter:
 
     def _dither(self, hop: Hop, rounding: _Rounding) -> RoundingKey | None:
         """Return the key with which the dither of the messages received on a hop is subtracted."""
-        return as_dither(rounding.key, row=self._place[hop.level] * hop.parts)
+        return as_dither(rounding.key, row=self._place[hop.level] * hop.rows)
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return these values in fp32 as another node receives them through all hops, without a sum.

@@ -19,10 +19,10 @@ MOST_TABLES = 1024
 
 
 class Messages(NamedTuple):
-    """Messages in a buffer, and their parts."""
+    """Messages in a buffer, and the fields of each."""
 
     all: Tensor  # uint8 [count, nbytes]
-    parts: tuple[Tensor, ...]  # views [count, nbytes of the part]
+    fields: tuple[Tensor, ...]  # views [count, nbytes of the field]
 
 
 def stream_of(device: torch.device) -> int:
@@ -48,7 +48,7 @@ class Scratch:
         self._views: dict[tuple[str, torch.device, int, int, Message], Messages] = {}
 
     def split(self, name: str, count: int, message: Message, *, device: torch.device) -> Messages:
-        """Return uninitialized messages and their parts for use on the current stream.
+        """Return uninitialized messages and their fields for use on the current stream.
 
         The views are made once, because the buffer is the same in every step.
         """

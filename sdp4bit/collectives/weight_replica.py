@@ -302,7 +302,7 @@ class WeightReplica:
             if plan.exact:
                 as_gathered = as_gathered.to(rows.dtype)
                 bits = torch.cat([as_gathered[start:end] for start, end in plan.exact]).view(torch.uint8)
-                own.parts[-1][0, : bits.numel()] = bits
+                own.fields[-1][0, : bits.numel()] = bits
 
             # 2. Message i is that of this rank's peer on node i.
             pending = PendingTransfer([])
@@ -333,7 +333,7 @@ class WeightReplica:
                 section.put(copy, rows)
             if plan.exact:
                 target, at = rows.view(-1, rows.shape[-1]), 0
-                received = (gathered or messages).parts[-1].view(rows.dtype)
+                received = (gathered or messages).fields[-1].view(rows.dtype)
                 for start, end in plan.exact:
                     target[:, start:end] = received[:, at : at + end - start]
                     at += end - start
@@ -356,7 +356,7 @@ class WeightReplica:
         gathered = None
         if self.holds_all_rows and topology.intra is not None:
             gathered = self._scratch.split("intra receive", topology.size, message, device=device)
-        applied = (gathered or messages).parts
+        applied = (gathered or messages).fields
         subtract, add, apart = [], [], iter(zip(mains, helds, strict=True))
         for i, section in enumerate(plan.sections):
             table, source, replica = None, main, held
@@ -372,7 +372,7 @@ class WeightReplica:
                     {},
                     source,
                     replica=self._own(replica) if differs else None,
-                    out=own.parts[i][0],
+                    out=own.fields[i][0],
                     layout=message.layouts[i],
                     clip=plan.clips[i],
                     blocks=table,

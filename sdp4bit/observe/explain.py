@@ -36,7 +36,7 @@ _HEADER = ("group", "values/rank", "ranks", "intra B/step", "inter B/step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TableRow:
     """A line of the table."""
 
     name: str
@@ -47,12 +47,12 @@ class Row:
     sent: Traffic
 
 
-def row_of(group: Group, sent: Traffic) -> Row:
+def row_of(group: Group, sent: Traffic) -> TableRow:
     """Return a group's line, with the bytes that this rank sent."""
     ranks, remarks = group.layout.describe(), group.remarks()
     if group.replicate_layout not in (None, group.layout):
         ranks += f", replicated {group.replicate_layout.describe()}"
-    return Row(
+    return TableRow(
         name=group.view.name,
         shard_numel=_numel_of(group, remarks),
         ranks=ranks,
@@ -172,7 +172,7 @@ def one_hop_note(layouts: Iterable[Nodes]) -> str:
     )
 
 
-def render(rows: Sequence[Row], *, full: bool = False) -> str:
+def render(rows: Sequence[TableRow], *, full: bool = False) -> str:
     """Return the table in 80 columns: numbers and descriptions of each group, then totals.
 
     Groups that differ only in their names are one line, unless `full`.
@@ -196,9 +196,9 @@ def render(rows: Sequence[Row], *, full: bool = False) -> str:
     return "\n".join([*rendered, totals])
 
 
-def _merged(rows: Sequence[Row]) -> list[Row]:
+def _merged(rows: Sequence[TableRow]) -> list[TableRow]:
     """Return one row for all that differ only in their names."""
-    equal: dict[tuple[object, ...], list[Row]] = {}
+    equal: dict[tuple[object, ...], list[TableRow]] = {}
     for row in rows:
         equal.setdefault(astuple(replace(row, name="")), []).append(row)
     return [

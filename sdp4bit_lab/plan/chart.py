@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sdp4bit_lab.common.files import save_figure
 from sdp4bit_lab.plan.config import PlanConfig
 from sdp4bit_lab.plan.costs import Cluster
-from sdp4bit_lab.plan.step import Plan
+from sdp4bit_lab.plan.step import StepPlan
 
 _BYTES_PER_GIGABIT = 0.125e9
 _GIGABITS = np.geomspace(1, 1600, 40)
@@ -32,7 +32,7 @@ def gains(config: PlanConfig, cluster: Cluster, rates: np.ndarray) -> dict[str, 
     return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
-def _gains(plan: Plan) -> Iterator[tuple[str, tuple[float, float]]]:
+def _gains(plan: StepPlan) -> Iterator[tuple[str, tuple[float, float]]]:
     yield "FSDP2", plan.speedups(plan.bf16_baseline)
     if plan.hybrid is not None:
         yield plan.hybrid.name, plan.speedups(plan.hybrid.plain)

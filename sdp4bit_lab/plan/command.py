@@ -18,7 +18,7 @@ from sdp4bit_lab.plan.costs import Cluster, StepCost
 from sdp4bit_lab.plan.devices import MEMORY_SHARE
 from sdp4bit_lab.plan.layout import Range
 from sdp4bit_lab.plan.memory import identifier, parts
-from sdp4bit_lab.plan.step import Plan
+from sdp4bit_lab.plan.step import StepPlan
 
 NOTABLE_PADDING = 1.05
 SLOW_LINK = 0.125e9
@@ -47,7 +47,7 @@ def run_plan(config: PlanConfig) -> int:
     return 0
 
 
-def plan_json(config: PlanConfig, cluster: Cluster, plan: Plan) -> dict[str, Any]:
+def plan_json(config: PlanConfig, cluster: Cluster, plan: StepPlan) -> dict[str, Any]:
     """Return a plan as JSON; units: bytes, seconds, bytes per second."""
     hybrid = plan.hybrid and {
         "shards": asdict(plan.hybrid.shards),
@@ -104,7 +104,7 @@ def _cost_json(cost: StepCost) -> dict[str, Any]:
     }
 
 
-def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> tuple[str, str]:
+def plan_text(config: PlanConfig, cluster: Cluster, plan: StepPlan) -> tuple[str, str]:
     """Return the recommendation, and the facts that it follows from, as text of 80 columns."""
     layout = config.resolved_layout
     least, most = layout.overlaps
@@ -155,7 +155,7 @@ def plan_text(config: PlanConfig, cluster: Cluster, plan: Plan) -> tuple[str, st
     return wrapped(recommendation), wrapped(lines)
 
 
-def _advice(plan: Plan) -> list[str]:
+def _advice(plan: StepPlan) -> list[str]:
     """Return the remedies if the host is the limit."""
     if not plan.quantized.is_limited_by_host:
         return []
@@ -166,7 +166,7 @@ def _advice(plan: Plan) -> list[str]:
     ]
 
 
-def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
+def _notes(config: PlanConfig, cluster: Cluster, plan: StepPlan) -> list[str]:
     notes = []
     if plan.frozen_bytes_per_node:
         seconds = plan.frozen_bytes_per_node / cluster.inter_bandwidth
@@ -217,7 +217,7 @@ def _notes(config: PlanConfig, cluster: Cluster, plan: Plan) -> list[str]:
     return notes + _memory_notes(plan)
 
 
-def _memory_notes(plan: Plan) -> list[str]:
+def _memory_notes(plan: StepPlan) -> list[str]:
     if plan.device_memory is None or plan.fits:
         return []
     replica = parts(plan.quantized.memory)["replica"]
@@ -250,7 +250,7 @@ def _milliseconds(seconds: Range | float) -> str:
     return "-".join(dict.fromkeys(f"{value:.{digits}f}" for value in values))
 
 
-def _table(plan: Plan, *, strategy: str) -> list[str]:
+def _table(plan: StepPlan, *, strategy: str) -> list[str]:
     hybrid = [plan.hybrid.plain] if plan.hybrid is not None else []
     names = [f"{plan.hybrid.name}, bf16"] if plan.hybrid is not None else []
     costs = (plan.baseline, plan.bf16_baseline, *hybrid, plan.quantized)

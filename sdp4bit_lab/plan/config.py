@@ -28,7 +28,7 @@ from sdp4bit_lab.plan.latency import Latency
 from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.llama import LONGEST_DEFAULT, LlamaShape
 from sdp4bit_lab.plan.model import PlanModelConfig, ShardedGroup, flat_buffer, gpt_groups, with_adapters
-from sdp4bit_lab.plan.step import Plan, plan_step
+from sdp4bit_lab.plan.step import StepPlan, plan_step
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 
@@ -309,7 +309,7 @@ class PlanConfig:
         size = self.layout.micro_batch_size or (1 if self.llama else self.model.card.micro_batch_size)
         return replace(self.layout, micro_batch_size=size)
 
-    def plan(self, cluster: Cluster) -> Plan:
+    def plan(self, cluster: Cluster) -> StepPlan:
         """Return the plan; SettingError if model, layout and cluster are incompatible."""
         layout, groups = self.resolved_layout, self._adapted(self._groups())
         return plan_step(

@@ -60,7 +60,7 @@ class Remedy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StepPlan:
     """A strategy and its baselines on one cluster."""
 
     parameters: int
@@ -146,7 +146,7 @@ def plan_step(
     cluster: Cluster,
     layout: ParallelLayout,
     config: SDP4BitConfig,
-) -> Plan:
+) -> StepPlan:
     """Return the cost of a steady-state step with this configuration and with its baselines.
 
     On a single node, a configuration that would quantize nothing there takes each device as a node.
@@ -180,7 +180,7 @@ def plan_step(
     once = GATHERED_BYTES * (sum(rows) - sum(trained)) * (grid.nodes - 1) * cluster.devices_per_node
     shares = [(row * grid.size / group.numel, group.name) for row, group in zip(rows, groups, strict=True)]
     worst, name = max(shares, key=lambda share: share[0])
-    return Plan(
+    return StepPlan(
         parameters=sum(group.numel for group in groups),
         row_numel=sum(rows),
         grid=grid,

@@ -230,7 +230,7 @@ class SimulatedAllReduce:
         messages = self._scratch.split("gather", size, plan.message, device=total.device)
 
         def quantize(rank: int, pieces: Sequence[Tensor]) -> None:
-            out = [part[rank : rank + 1] for part in messages.parts]
+            out = [part[rank : rank + 1] for part in messages.fields]
             self._pieces.quantize(plan, pieces, out, row=rank).run(call)
 
         for first, reduction in zip(range(0, size, count), self._reductions, strict=True):
@@ -248,7 +248,7 @@ class SimulatedAllReduce:
 
             reduction.finish(take)
         taken = [section.take(total) for section in plan.sections]
-        self._pieces.restore(plan, messages.parts, taken, multiplier=multiplier).run(call)
+        self._pieces.restore(plan, messages.fields, taken, multiplier=multiplier).run(call)
         for section, each in zip(plan.sections, taken, strict=True):
             section.put(each, total)
         return total
@@ -299,7 +299,7 @@ class SimulatedReplica(WeightReplica):
         )
         ranks, device = range(self._topology.size), row.device
         sent = self._scratch.split("weights", len(ranks), plan.message, device=device)
-        for section, part in zip(plan.sections, sent.parts, strict=True):
+        for section, part in zip(plan.sections, sent.fields, strict=True):
             main, replica = section.take(row), section.take(held)
             for rank in ranks:
                 self.quantize(main[rank], replica[rank], part[rank], section=section)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdp4bit.observe.explain import Row, render
+from sdp4bit.observe.explain import TableRow, render
 from sdp4bit.traffic import Traffic
 
-LAYER = Row(
+LAYER = TableRow(
     name="",
     shard_numel=263_040,
     ranks="2 x 8",

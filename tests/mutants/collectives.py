@@ -24,7 +24,7 @@ SOURCES = (
         (PLAN, PROPERTIES),
         (
             M("return row // self.apart % self.size", "return row // self.apart"),
-            M("parts=grid.size // (grid.apart(level) * size),", "parts=grid.size // size,"),
+            M("rows=grid.size // (grid.apart(level) * size),", "parts=grid.size // size,"),
             M(
                 'return config.replica == "full" or grid.ranks_per_node == 1',
                 'return config.replica == "full"',

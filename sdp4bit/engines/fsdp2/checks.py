@@ -99,52 +99,52 @@ def skip_patterns(skip: Collection[str] | Callable[[str], bool] | None) -> list[
 
 
 def match_skipped(
-    groups: Sequence[FSDPView], skip: Sequence[str] | Callable[[str], bool]
+    views: Sequence[FSDPView], skip: Sequence[str] | Callable[[str], bool]
 ) -> tuple[dict[str, Unquantized], list[str]]:
     """Return the groups to leave in full precision, with the reason, and the patterns without a match."""
     reasons: dict[str, Unquantized] = {}
     used: set[str] = set()
-    for group in groups:
+    for view in views:
         # The name of a module selects all of its groups.
-        names = dict.fromkeys((group.module_name, group.name))
+        names = dict.fromkeys((view.module_name, view.name))
         if callable(skip):
             if any(map(skip, names)):
-                reasons[group.name] = Unquantized(Cause.SKIPPED)
+                reasons[view.name] = Unquantized(Cause.SKIPPED)
             continue
         for pattern in skip:
             if fnmatch.filter(names, pattern):
-                reasons[group.name] = Unquantized(Cause.SKIPPED, f" by {pattern!r}")
+                reasons[view.name] = Unquantized(Cause.SKIPPED, f" by {pattern!r}")
                 used.add(pattern)
     return reasons, [] if callable(skip) else [pattern for pattern in skip if pattern not in used]
 
 
-def check_group(group: FSDPView, *, config: SDP4BitConfig, is_skipped: bool) -> None:
+def check_group(view: FSDPView, *, config: SDP4BitConfig, is_skipped: bool) -> None:
     """Raise ValueError for a group that is not supported."""
-    if group.is_attached:
+    if view.is_attached:
         raise ValueError(
-            f"{group.name} is attached already: call remove() on the first handle before attaching again"
+            f"{view.name} is attached already: call remove() on the first handle before attaching again"
         )
-    if group.has_partial_gradients:
-        raise ValueError(f"{group.name} {PARTIAL_GRADIENTS}")
-    if group.custom_comms:
+    if view.has_partial_gradients:
+        raise ValueError(f"{view.name} {PARTIAL_GRADIENTS}")
+    if view.custom_comms:
         raise ValueError(
-            f"{group.name} has custom communication ({', '.join(group.custom_comms)}), which sdp4bit cannot "
+            f"{view.name} has custom communication ({', '.join(view.custom_comms)}), which sdp4bit cannot "
             "combine with its own: remove the call of set_custom_all_gather or set_custom_reduce_scatter"
         )
     if is_skipped:
         return
-    names = sorted(str(dtype) for dtype in group.param_dtypes)
-    if any(dtype.is_complex for dtype in group.param_dtypes):
+    names = sorted(str(dtype) for dtype in view.param_dtypes)
+    if any(dtype.is_complex for dtype in view.param_dtypes):
         raise ValueError(
-            f"{group.name} holds {', '.join(names)} parameters, but only real gradients can be quantized: "
-            f"pass skip=[{group.name!r}]"
+            f"{view.name} holds {', '.join(names)} parameters, but only real gradients can be quantized: "
+            f"pass skip=[{view.name!r}]"
         )
-    are_quantized = config.weights is not None and not unquantizable_weights_reason(group)
-    check_dtypes(group, weights=are_quantized, gradients=config.gradients is not None)
+    are_quantized = config.weights is not None and not unquantizable_weights_reason(view)
+    check_dtypes(view, weights=are_quantized, gradients=config.gradients is not None)
 
 
 def check_staging(
-    groups: Sequence[FSDPView],
+    views: Sequence[FSDPView],
     layouts: AgreedNodes,
     *,
     config: SDP4BitConfig,
@@ -152,98 +152,98 @@ def check_staging(
 ) -> None:
     """Raise ValueError if special memory was requested for a collective that quantization replaces."""
     collectives = {"weights": "all-gather of its weights", "gradients": "reduce-scatter of its gradients"}
-    for group in groups:
-        reasons = unquantized_reasons(group, layouts, config=config, skipped=skipped)[:2]
+    for view in views:
+        reasons = unquantized_reasons(view, layouts, config=config, skipped=skipped)[:2]
         for (kind, collective), reason in zip(collectives.items(), reasons, strict=True):
-            setter = group.staging_comms.get(kind)
+            setter = view.staging_comms.get(kind)
             if setter and not reason:
                 raise ValueError(
-                    f"{group.name}: {setter} applies to FSDP2's {collective}, which quantization replaces. "
+                    f"{view.name}: {setter} applies to FSDP2's {collective}, which quantization replaces. "
                     f"Leave out {setter}, or keep the collective with SDP4BitConfig({kind}=None) or "
-                    f"skip=[{group.name!r}]"
+                    f"skip=[{view.name!r}]"
                 )
 
 
-def unquantizable_weights_reason(group: FSDPView) -> str:
+def unquantizable_weights_reason(view: FSDPView) -> str:
     """Return why a group's weights cannot be quantized with any settings; "" if they can."""
-    names = sorted(str(dtype).removeprefix("torch.") for dtype in group.param_dtypes)
-    if group.subclass_reason:
-        return group.subclass_reason
-    if group.row_dtype is None:
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in view.param_dtypes)
+    if view.subclass_reason:
+        return view.subclass_reason
+    if view.row_dtype is None:
         return f"types {' and '.join(names)} in one group whose shards do not align"
-    if not group.row_dtype.is_floating_point:
+    if not view.row_dtype.is_floating_point:
         return f"{names[0]} parameters"
-    if group.ranks_after_forward:
-        return f"reshard_after_forward={group.ranks_after_forward}"
+    if view.ranks_after_forward:
+        return f"reshard_after_forward={view.ranks_after_forward}"
     return ""
 
 
 def unquantized_reasons(
-    group: FSDPView, layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Skipped
+    view: FSDPView, layouts: AgreedNodes, *, config: SDP4BitConfig, skipped: Skipped
 ) -> tuple[Unquantized | None, Unquantized | None, Unquantized | None]:
     """Return why weights, gradients, and their sum over replicas are not quantized; None if they are."""
-    layout, skip = layouts.shards[group.ranks], skipped.get(group.name)
+    layout, skip = layouts.shards[view.ranks], skipped.get(view.name)
     off, alone = Unquantized(Cause.OFF), Unquantized(Cause.ONE_RANK) if layout.size == 1 else None
     weights = alone or (None if config.weights else off) or skip or layout_reason(config.weights, layout)
-    if weights is None and (unquantizable := unquantizable_weights_reason(group)):
+    if weights is None and (unquantizable := unquantizable_weights_reason(view)):
         weights = Unquantized(Cause.UNSUPPORTED, unquantizable)
     # Gradients of a shard on one rank may still be summed over the replicate dimension.
     summed = (None if config.gradients else off) or skip
-    if summed is None and len(group.sharing_ranks) > 1:
-        summed = one_node_reason(config.gradients, nodes=_nodes_of(group, layouts))
+    if summed is None and len(view.sharing_ranks) > 1:
+        summed = one_node_reason(config.gradients, nodes=_nodes_of(view, layouts))
     return weights, summed or alone, summed
 
 
-def _nodes_of(group: FSDPView, layouts: AgreedNodes) -> int:
+def _nodes_of(view: FSDPView, layouts: AgreedNodes) -> int:
     """Return 1 if all ranks that share the group's parameters are on one node, else more."""
-    if not group.is_hybrid:
-        return layouts.shards[group.ranks].nodes
+    if not view.is_hybrid:
+        return layouts.shards[view.ranks].nodes
     # Includes the layouts of the other ranks, so that all of these ranks get the same result.
-    sharing = group.sharing_ranks
+    sharing = view.sharing_ranks
     everything = [*layouts.shards.items(), *layouts.replicate.items()]
     return max(layout.nodes for ranks, layout in everything if sharing.issuperset(ranks))
 
 
 def warn_of_layout(
-    groups: Sequence[FSDPView],
+    views: Sequence[FSDPView],
     layouts: AgreedNodes,
     *,
     config: SDP4BitConfig,
     skipped: Skipped,
 ) -> str:
     """Warn about groups that are not quantized and settings that harm; return the note for `explain()`."""
-    reasons = [unquantized_reasons(group, layouts, config=config, skipped=skipped) for group in groups]
+    reasons = [unquantized_reasons(view, layouts, config=config, skipped=skipped) for view in views]
     # Sharding inside a node is sensible if HSDP's replicate dimension crosses nodes.
-    inside = [_nodes_of(group, layouts) == 1 for group in groups]
+    inside = [_nodes_of(view, layouts) == 1 for view in views]
     note = one_node_note(
         [each[:2] if is_inside else (None, None) for each, is_inside in zip(reasons, inside, strict=True)]
     )
     messages = [note] if note else []
-    reduced = [group for group, (_, _, why) in zip(groups, reasons, strict=True) if not why]
-    over = [layouts.shards[group.ranks] for group in reduced]
-    over += [layouts.replicate[group.replicate_ranks] for group in reduced if len(group.replicate_ranks) > 1]
+    reduced = [view for view, (_, _, why) in zip(views, reasons, strict=True) if not why]
+    over = [layouts.shards[view.ranks] for view in reduced]
+    over += [layouts.replicate[view.replicate_ranks] for view in reduced if len(view.replicate_ranks) > 1]
     messages += filter(None, [one_hop_note(over)])
     dense = [
-        f"{group.name} ({because})"
-        for group, (because, *_) in zip(groups, reasons, strict=True)
+        f"{view.name} ({because})"
+        for view, (because, *_) in zip(views, reasons, strict=True)
         if because is not None and because.cause is Cause.UNSUPPORTED
     ]
     if dense:
         more = f" and {len(dense) - 3} more" if len(dense) > 3 else ""
         messages.append(f"weights are left to FSDP2 in {', '.join(dense[:3])}{more}; see explain()")
-    if groups and not any(param.local.numel() for group in groups for param in group.params):
+    if views and not any(param.local.numel() for view in views for param in view.params):
         warn_user(
             "this rank holds only padding, so its optimizer cannot show when a step is taken: call "
             "comm.mark_step() here whenever the other ranks step"
         )
-    if groups and all(layouts.shards[g.ranks].size == 1 == len(g.replicate_ranks) for g in groups):
+    if views and all(layouts.shards[g.ranks].size == 1 == len(g.replicate_ranks) for g in views):
         messages.append("every group is sharded over one rank, so nothing is sent or quantized")
-    if any(group.reduce_dtype == torch.float16 for group in groups):
+    if any(view.reduce_dtype == torch.float16 for view in views):
         messages.append(
             "gradients are reduced in fp16 and may overflow before they are quantized; use "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
         )
-    if any(has_one_queue(group.device) for group in groups):
+    if any(has_one_queue(view.device) for view in views):
         messages.append(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 serializes all streams of a GPU, so FSDP2's collectives delay "
             "computation. Unset it before CUDA is initialized, because only tensor parallelism in "
@@ -251,5 +251,5 @@ def warn_of_layout(
         )
     for message in messages:
         # Stages of a pipeline have other groups, so the first rank of each stage warns.
-        warn_user(message, groups[0].sharing_ranks)
+        warn_user(message, views[0].sharing_ranks)
     return note

@@ -32,8 +32,8 @@ class Seen:
 class Edits:
     """This rank's events of one group, and the checksums that show an edit."""
 
-    def __init__(self, group: FSDPView, weights: Weights) -> None:
-        self._group = group
+    def __init__(self, view: FSDPView, weights: Weights) -> None:
+        self._view = view
         self._weights = weights
         self.seen = Seen()
         self._set_trained(frozenset())
@@ -54,7 +54,7 @@ class Edits:
     def note_reduction(self) -> None:
         """Record that gradients of the group are being reduced."""
         self.seen.is_reduced = True
-        self.seen.trained |= self._group.requiring_grad()
+        self.seen.trained |= self._view.requiring_grad()
 
     def note_step(self, *, by_hand: bool) -> None:
         """Record that an optimizer of this rank has stepped somewhere in the model."""
@@ -62,14 +62,14 @@ class Edits:
         # group without a gradient since its last refresh does not count, unless the user reports the step.
         # So a discriminator's step does not send the generator's weights.
         trainable = self._trainable()
-        has_gradient = self.seen.is_reduced or self._group.has_gradient(trainable)
+        has_gradient = self.seen.is_reduced or self._view.has_gradient(trainable)
         self.seen.has_stepped |= bool(trainable) and (by_hand or has_gradient)
 
     def _trainable(self) -> frozenset[int]:
         """Return the params that an optimizer step may change; the same on every rank of the group."""
         # A parameter that was frozen after its gradient was reduced may still change in the step. Its `.grad`
         # must not decide that, because a rank whose shard is empty may never clear it.
-        return self.seen.trained | self._group.requiring_grad()
+        return self.seen.trained | self._view.requiring_grad()
 
     def load(self, row: Tensor | None, *, fingerprints: Tensor | None, due: frozenset[int]) -> None:
         """Continue from a checkpoint; `row` [n] and fingerprints are None if some are missing."""
@@ -85,7 +85,7 @@ class Edits:
         Returns:
             Whether they differ, a bool scalar on the device; None if unknown or if the host does not wait.
         """
-        group, weights, was_accumulating = self._group, self._weights, self._is_accumulating
+        group, weights, was_accumulating = self._view, self._weights, self._is_accumulating
         self._is_accumulating = group.module.training and not group.reduces_gradients
         # A GPU would be waited for in every micro-batch after one whose gradients are not reduced. The last
         # one finds an edit between them, and the first forward after the result has arrived sends it.
@@ -100,7 +100,7 @@ class Edits:
         trained, frozen = self._parts
         if has_stepped and not frozen:
             return None
-        row = self._group.main_shard(self._dtype)
+        row = self._view.main_shard(self._dtype)
         first = int(has_stepped)
         sums = _add_checksums(row, (trained, frozen)[first:], torch.zeros_like(before[first:]))
         is_edited = (sums != before[first:]).any()
@@ -123,7 +123,7 @@ class Edits:
             loaded=self.seen.was_loaded,
             nonfinite=nonfinite is not None and bool(nonfinite),
             # Training in eval mode, which only switches dropout off, has gradients.
-            evaluates=not self._group.module.training and not has_gradients,
+            evaluates=not self._view.module.training and not has_gradients,
             misfit=self._has_misfit(),
         )
 
@@ -137,7 +137,7 @@ class Edits:
 
     def fingerprints(self) -> Tensor:
         """Return fingerprints of the main shards and the number of nodes, int64 [params]."""
-        return self._group.fingerprints() + (self._weights.nodes.nodes << 40)
+        return self._view.fingerprints() + (self._weights.nodes.nodes << 40)
 
     def note_agreement(self) -> None:
         """Record that the group's `Weights` has the steps and loads of all ranks."""
@@ -152,7 +152,7 @@ class Edits:
     def _sends_part(self) -> bool:
         """Return whether a difference leaves out the frozen params."""
         # Edits of weights that were frozen until now may have gone undetected: then all are sent.
-        return self.trained == self._trainable() != self._group.row.everything
+        return self.trained == self._trainable() != self._view.row.everything
 
     def due_params(self) -> frozenset[int]:
         """Return the params whose difference is due, including steps not yet agreed on."""
@@ -160,7 +160,7 @@ class Edits:
         due = Due.TRAINED if weights.is_current and self.seen.has_stepped else weights.due
         if due in (Due.NOTHING, Due.FULL):
             return frozenset()
-        return self.trained if due is Due.TRAINED and self._sends_part() else self._group.row.everything
+        return self.trained if due is Due.TRAINED and self._sends_part() else self._view.row.everything
 
     def note_refresh(
         self, row: Tensor, *, ranges: list[Range] | None, is_full: bool, nonfinite: Tensor
@@ -173,7 +173,7 @@ class Edits:
             is_full: whether rows in full precision were sent.
             nonfinite: whether the values that were sent held NaN or infinity, a bool scalar on the device.
         """
-        group = self._group
+        group = self._view
         # The events first. If the checksums below run out of memory, the old ones find an edit.
         self.seen = Seen()
         self._nonfinite = HostCopy(nonfinite)
@@ -194,7 +194,7 @@ class Edits:
 
     def _set_trained(self, trained: frozenset[int]) -> None:
         """Set the params that are trainable at a refresh; the others are frozen and not sent."""
-        row = self._group.row
+        row = self._view.row
         self.trained, self._parts = trained, (row.ranges(trained), row.ranges(row.everything - trained))
 
 
@@ -207,5 +207,5 @@ def _add_checksums(row: Tensor, parts: Sequence[Sequence[Range]], sums: Tensor) 
     return sums
 
 
-def _is_on_host(group: FSDPView) -> bool:
-    return group.device.type == "cpu"
+def _is_on_host(view: FSDPView) -> bool:
+    return view.device.type == "cpu"

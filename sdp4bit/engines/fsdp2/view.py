@@ -510,7 +510,7 @@ class FSDPView:
 
 
 def reduce_over_copies(
-    values: Tensor, groups: Sequence[FSDPView], *, host: ProcessGroup | None, op: dist.ReduceOp.RedOpType
+    values: Tensor, views: Sequence[FSDPView], *, host: ProcessGroup | None, op: dist.ReduceOp.RedOpType
 ) -> None:
     """Reduce values in place over the tensor-parallel ranks that hold copies of some parameters of a group.
 
@@ -518,11 +518,11 @@ def reduce_over_copies(
 
     Args:
         values: [n, ...] on the CPU, so that no GPU is waited for; a row for each of the n groups.
-        groups: those with copies must be the same on all of these ranks.
+        views: of the groups; those with copies must be the same on all of these ranks.
         host: the job's process group for tensors on the CPU; None if all groups take them.
     """
-    for copied_over in dict.fromkeys(each for group in groups for each in group.copied_over):
-        chosen = [index for index, group in enumerate(groups) if copied_over in group.copied_over]
+    for copied_over in dict.fromkeys(each for view in views for each in view.copied_over):
+        chosen = [index for index, view in enumerate(views) if copied_over in view.copied_over]
         part = values[chosen]
         ranks = sorted(dist.get_process_group_ranks(copied_over))
         what = "agreement of tensor-parallel ranks"
@@ -583,9 +583,9 @@ def _common_owner(group: ParamGroup, module_names: Mapping[int, str]) -> str:
     return ".".join(parts[0] for parts in shared)
 
 
-def _name_among(groups: Sequence[FSDPView], name: str) -> str:
+def _name_among(views: Sequence[FSDPView], name: str) -> str:
     """Return the name, with a number appended if another group has it."""
-    taken = {group.name for group in groups}
+    taken = {view.name for view in views}
     name = name or "(root)"
     numbered = (f"{name} ({number})" for number in count(2))
     return next(each for each in chain([name], numbered) if each not in taken)

@@ -16,7 +16,7 @@ from sdp4bit_lab.plan.devices import DEVICES, DeviceName, Operator, Work
 from sdp4bit_lab.plan.latency import Call, Latency
 from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import ShardedGroup
-from sdp4bit_lab.plan.step import Plan, plan_step
+from sdp4bit_lab.plan.step import StepPlan, plan_step
 
 GPUS, NVLINK, KERNEL_RATE, FLOPS, TOKENS = 8, 300e9, 2.4e12, 400e12, 8192
 MODELS = {"7B": (6.7e9, 33), "70B": (70e9, 81)}
@@ -96,7 +96,7 @@ def test_kernels_reach_the_share_of_a_copy_that_their_machine_code_allows(
         assert 100 * found == pytest.approx(share, abs=2.5), name
 
 
-def planned(model: str, nodes: int, *, link: float, **layout: Any) -> Plan:
+def planned(model: str, nodes: int, *, link: float, **layout: Any) -> StepPlan:
     """Plan groups that fill their rows, at full overlap if the layout does not say else."""
     parameters, count = MODELS[model]
     ranks = GPUS * nodes

@@ -15,7 +15,7 @@ from sdp4bit_lab.plan.host import HostTime
 from sdp4bit_lab.plan.latency import Latency
 from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.model import PlanModelConfig, flat_buffer, gpt_groups
-from sdp4bit_lab.plan.step import Plan, plan_step
+from sdp4bit_lab.plan.step import StepPlan, plan_step
 from sdp4bit_lab.plan.traffic import Exchange
 from tests.lab.plan.test_traffic import SHAPE
 
@@ -35,7 +35,7 @@ CLUSTER = Cluster(
 
 def plan(
     *, config: SDP4BitConfig | None = None, layout: dict[str, Any] | None = None, **cluster: Any
-) -> Plan:
+) -> StepPlan:
     """Plan a step of a small GPT with a flat buffer on a cluster that differs from CLUSTER."""
     cut = ParallelLayout(**(layout or {}))
     return plan_step(
