@@ -119,11 +119,11 @@ def test_no_source_file_is_longer_than_600_lines() -> None:
 
 
 def test_tests_of_the_library_do_not_import_the_lab() -> None:
-    """The calls of operators that the self-test compares are the only exception."""
+    """Exceptions are the calls of operators that the self-test compares, and the plans of other models."""
     found = []
     for path in (ROOT / "tests").rglob("*.py"):
         name = str(path.relative_to(ROOT))
-        if name.startswith("tests/lab/"):
+        if name.startswith("tests/lab/") or name == "tests/ecosystem/test_llama.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

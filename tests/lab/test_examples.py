@@ -218,7 +218,7 @@ def test_the_example_of_an_engine_draws_no_rounding_key_twice() -> None:
     def train(steps: int, state: Any = None) -> Any:
         torch.manual_seed(0)
         trained = engine.ZeRO2(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)))
-        comm = engine.ZeRO2Handle(trained, config=SDP4BitConfig(), topology=2)
+        comm = trained.attach(SDP4BitConfig(), topology=2)
         if state is not None:
             comm.load_state_dict(state)
         for _ in range(steps):
@@ -228,6 +228,7 @@ def test_the_example_of_an_engine_draws_no_rounding_key_twice() -> None:
                     parameter.grad = torch.randn_like(parameter)
             trained.reduce()
             trained.optimizer.step()
+            comm.mark_step()
         return comm.state_dict()
 
     with drawn_keys() as keys:
@@ -236,7 +237,7 @@ def test_the_example_of_an_engine_draws_no_rounding_key_twice() -> None:
     unnamed = engine.ZeRO2(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     unnamed.blocks[1].name = unnamed.blocks[0].name
     with pytest.raises(ValueError, match=r"two parameter groups are named 'layers\.0'"):
-        engine.ZeRO2Handle(unnamed, config=SDP4BitConfig(), topology=2)
+        unnamed.attach(SDP4BitConfig(), topology=2)
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:

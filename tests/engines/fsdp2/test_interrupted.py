@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,7 @@ def failing(name: str, *, ranks: tuple[int, ...] = (0, 1)) -> Iterator[None]:
     owner = WeightReplica if hasattr(WeightReplica, name) else ops
     real, left = getattr(owner, name), [dist.get_rank() in ranks]
 
+    @wraps(real)  # an operator is recorded by its name
     def fail_once(*args: Any, **options: Any) -> Any:
         if any(left):
             left.clear()
