@@ -246,7 +246,7 @@ def with_scales() -> list[Bits]:
 
 def choices() -> list[Bits]:
     """Return the formats that settings may name; None, full precision, apart."""
-    return [*with_scales(), 16]
+    return [bits for bits, each in FORMATS.items() if each is not FP32]
 
 
 def format_of(bits: Bits) -> Format:

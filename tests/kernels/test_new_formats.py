@@ -57,7 +57,7 @@ def test_settings_name_it(added: InOrder) -> None:
     config = WeightConfig(bits=added.name, group_size=256)
     assert describe_weights(config, where="full replica") == f"{added.name}/256 difference, full replica"
     assert AlertConfig().for_bits(gradients=added.name, weights=2).thresholds[:2] == (0.3, 0.9)
-    with pytest.raises(ValueError, match=f"2, 3, 3.5, 4, 8, '{added.name}', or None"):
+    with pytest.raises(ValueError, match=f"2, 3, 3.5, 4, 8, 16, '{added.name}', or None"):
         WeightConfig(bits="int5")
 
 
