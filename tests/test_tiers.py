@@ -66,7 +66,7 @@ def test_the_runs_of_programs_are_fast_tests_of_the_lab() -> None:
         ("sdp4bit/quantization/random.py", "library kernels lab benchmarks megatron"),
         ("sdp4bit/kernels/cpu/tiles.py", "library kernels lab benchmarks megatron"),  # by name, in ops.py
         ("sdp4bit/engines/fsdp2/hooks.py", "library lab benchmarks megatron"),
-        ("sdp4bit/trainers/hf.py", "library ecosystem lab"),  # examples/cluster is run by tests of the launcher
+        ("sdp4bit/trainers/hf.py", "library ecosystem lab"),  # by examples/cluster
         ("sdp4bit_megatron/patches.py", "library megatron"),
         ("sdp4bit_deepspeed/api.py", "deepspeed"),
         ("sdp4bit_lab/pretrain/trainer.py", "library lab benchmarks"),  # by name, in cli.py
