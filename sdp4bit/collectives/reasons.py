@@ -1,7 +1,4 @@
-"""Reasons for full precision, as values with the sentence that reports show.
-
-Programs compare the values, and never a sentence.
-"""
+"""Reasons for full precision, as values: programs compare these, and never a sentence."""
 
 from __future__ import annotations
 

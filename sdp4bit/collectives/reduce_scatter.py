@@ -285,10 +285,8 @@ class QuantizedReduceScatter:
                 f"reduce-scatter over {size} ranks needs an input of {size} x {numel} values, got "
                 f"{input.numel()}"
             )
-        plan, rows = (
-            self.plan(sections or whole_row(numel), in_one_chunk=in_one_chunk),
-            input.view(size, numel),
-        )
+        plan = self.plan(sections or whole_row(numel), in_one_chunk=in_one_chunk)
+        rows = input.view(size, numel)
         self.traffic.count_plain(output.nbytes)
         if not plan.hops:  # a world of one
             output.copy_(rows[0] * multiplier)

@@ -156,8 +156,8 @@ def launches() -> Iterator[Counter[str]]:
     run = tables.Table.run
 
     def counted(table: tables.Table, call: int, *tensors: torch.Tensor) -> None:
-        for alike in tables.launches(table.calls):
-            found[alike[0].operator] += 1
+        for kind in tables.launches(table.calls):
+            found[kind[0].operator] += 1
         run(table, call, *tensors)
 
     with mock.patch.object(tables.Table, "run", counted):

@@ -113,10 +113,10 @@ class PackedTable:
         self._kernels, self._kinds = kernels, kinds
 
     def run(self, call: int, tensors: Sequence[Tensor]) -> None:
-        for alike in self._kinds:
-            name = alike[0].operator
+        for kind in self._kinds:
+            name = kind[0].operator
             getattr(self._kernels, name)  # which tests count
-            bound = [tuple(each.bind(call, tensors).items()) for each in alike]
+            bound = [tuple(each.bind(call, tensors).items()) for each in kind]
             self._kernels.launch(name, [(each[0][1], dict(each[1:])) for each in bound])
 
     def check(self, call: int, tensors: Sequence[Tensor]) -> None:

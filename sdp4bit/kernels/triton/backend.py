@@ -164,11 +164,11 @@ def pack(calls: Sequence[Call], tensors: Sequence[Tensor]) -> tables.PackedTable
 
 def _join(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[tables.Joined]:
     joined = []
-    for alike in launches(calls):
+    for kind in launches(calls):
         launching, arguments = list[Call](), list[dict[str, Any]]()
         tables.recording.launches = found = list[tables.Launch]()
         try:
-            for each in alike:
+            for each in kind:
                 named = each.bind(0, tensors)
                 first, *others = named.items()
                 globals()[each.operator](first[1], **dict(others))
