@@ -1,8 +1,9 @@
-"""CPU time that a training step takes on the host, per parameter group, with and without sdp4bit.
+"""CPU time that a training step takes on the host, with and without sdp4bit.
 
-Four gloo ranks as 2 nodes x 2 train one model of small groups twice, once with plain FSDP2, in turns. Values
-are so few that kernels and transfers take little of the time; the rest is Python and dispatch. CPU time
-counts all threads of a rank and no waiting. Run it alone on a quiet machine:
+Four gloo ranks as 2 nodes x 2 train one model of small blocks in turns: with plain FSDP2 and with sdp4bit,
+each with a parameter group per block and with a group per three blocks ("merged"). Values are so few that
+kernels and transfers take little of the time; the rest is Python and dispatch. CPU time counts all threads of
+a rank and no waiting. Run it alone on a quiet machine:
 
     python -m benchmarks.host_time --out results/host_time.json
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -30,10 +32,12 @@ from benchmarks.kernels import describe_machine
 
 GROUPS, WIDTH = 16, 64
 """Blocks of two linear layers and a norm."""
+MERGED = 3
+"""Blocks of a merged group."""
 
 
-def train(quantized: bool) -> Any:
-    """Return a function that trains one step."""
+def train(quantized: bool, *, together: int = 1) -> Any:
+    """Return a function that trains one step, with this many blocks in a parameter group."""
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -41,8 +45,8 @@ def train(quantized: bool) -> Any:
     ]
     model = nn.Sequential(*blocks)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in blocks:
-        fully_shard(block, mp_policy=policy)
+    for start in range(0, GROUPS, together):
+        fully_shard(blocks[start : start + together], mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     if quantized:
         sdp4bit.quantize_communication(model, topology=2)
@@ -58,10 +62,15 @@ def train(quantized: bool) -> Any:
 
 
 def measure(rank: int, store: str, out: str, rounds: int, steps: int) -> None:
-    """Write the microseconds per group and step of each round, as rank 0 measures them."""
+    """Write the microseconds per block and step of each round, as rank 0 measures them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=4, store=dist.FileStore(store, 4))
-    programs = {"plain FSDP2": train(False), "sdp4bit": train(True)}
+    programs = {
+        "plain FSDP2": train(False),
+        "sdp4bit": train(True),
+        "plain FSDP2, merged": train(False, together=MERGED),
+        "sdp4bit, merged": train(True, together=MERGED),
+    }
     found: dict[str, list[float]] = {name: [] for name in programs}
     for number in range(rounds + 1):
         for name, step in programs.items():
@@ -93,9 +102,12 @@ def main() -> None:
         "command": shlex.join(["python", "-m", "benchmarks.host_time", *sys.argv[1:]]),
         "layout": f"4 gloo ranks as 2 x 2, {GROUPS} groups of {2 * WIDTH * WIDTH + 4 * WIDTH:,} values, bf16",
         "n": args.rounds,
-        "unit": "microseconds of CPU time of rank 0 per group and step",
+        "merged": MERGED,
+        "unit": "microseconds of CPU time of rank 0 per block and step",
         "medians": medians,
         "added": medians["sdp4bit"] - medians["plain FSDP2"],
+        "added_merged": medians["sdp4bit, merged"] - medians["plain FSDP2, merged"],
+        "load": os.getloadavg()[0],
         "rounds": found,
     }
     print(json.dumps(result, indent=2))
