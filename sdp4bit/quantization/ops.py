@@ -4,26 +4,25 @@ Every operator writes to the caller's buffer and returns nothing, so that buffer
 use numba if it is installed and the reference otherwise, CUDA tensors use Triton. All back ends produce the
 same bytes, so ranks may use different ones. They define functions with the same names and arguments.
 
-Functions of this module check their arguments at every call. :func:`backend_of` returns operators that check
-nothing, for callers that have checked once.
+Functions of this module check their arguments at every call. :func:`run_unchecked` checks nothing, for callers
+that have checked once.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from types import ModuleType
-from typing import Any, Literal, ParamSpec, cast
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from sdp4bit.addresses import install
+from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.checks import (
     check_blocks,
@@ -52,7 +51,7 @@ _AUTOMATIC = {"cpu": "numba", "cuda": "triton"}
 _loaded: dict[str, ModuleType] = {}
 _forced: list[BackendName] = []
 _is_checked = False
-"""Whether `backend_of` returns the checked operators."""
+"""Whether tables check the arguments of their operators."""
 
 
 def _is_available(name: str) -> bool:
@@ -90,8 +89,9 @@ def _automatic_backend(device_type: str) -> ModuleType:
     return _loaded[key]
 
 
-def _backend(device: torch.device, *layouts: MessageLayout) -> ModuleType:
-    name = _forced[-1] if _forced else "auto"
+def backend_of(device: torch.device, layouts: Iterable[MessageLayout]) -> ModuleType:
+    """Return the back end for these layouts on a device; one that packs tables has a function `pack`."""
+    name = forced_backend()
     if name == "reference":
         return reference
     module = _automatic_backend(device.type) if name == "auto" else _load(name)
@@ -148,23 +148,17 @@ def use_backend(name: BackendName) -> Iterator[None]:
         _forced.pop()
 
 
-class _Profiled:
-    """The operators of a back end, as named ranges of a profile."""
+def run_unchecked(name: str, *args: Any, **kwargs: Any) -> None:
+    """Run an operator of the back end for its tensors and layouts, as a named range of a profile.
 
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return partial(self._run, name)
-
-    def _run(self, name: str, *args: Any, **kwargs: Any) -> None:
-        with profiler.record_function(f"sdp4bit::{name}"):
-            getattr(self._module, name)(*args, **kwargs)
-
-
-def _unchecked(device: torch.device, layouts: Iterable[MessageLayout]) -> Operators:
-    module = _backend(device, *layouts)
-    return cast(Operators, _Profiled(module) if profiler._is_profiler_enabled else module)
+    CPU kernels take raw addresses, so wrong arguments access foreign memory.
+    """
+    given = (*args, *kwargs.values())
+    # All tensors are on one device: the checks require it.
+    device = next(each.device for each in given if isinstance(each, Tensor))
+    layouts = [each for each in given if isinstance(each, MessageLayout)]
+    with profiler_range(f"sdp4bit::{name}"):
+        getattr(backend_of(device, layouts), name)(*args, **kwargs)
 
 
 P = ParamSpec("P")
@@ -181,11 +175,7 @@ def operator(check: Callable[P, None]) -> Callable[P, None]:
     @wraps(check)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         check(*args, **kwargs)
-        given = (*args, *kwargs.values())
-        # All tensors are on one device: the checks require it.
-        device = next(each.device for each in given if isinstance(each, Tensor))
-        layouts = [each for each in given if isinstance(each, MessageLayout)]
-        getattr(_unchecked(device, layouts), check.__name__)(*args, **kwargs)
+        run_unchecked(check.__name__, *args, **kwargs)
 
     CHECKS[check.__name__] = check
     return run
@@ -469,34 +459,6 @@ def checksum(values: Tensor) -> Tensor:
     return out
 
 
-class Operators:
-    """The type of `backend_of`'s result, a module with these functions."""
-
-    subtract_quantize = staticmethod(subtract_quantize)
-    dequantize_add = staticmethod(dequantize_add)
-    hadamard_quantize = staticmethod(hadamard_quantize)
-    dequantize_reduce_quantize = staticmethod(dequantize_reduce_quantize)
-    dequantize_reduce_hadamard = staticmethod(dequantize_reduce_hadamard)
-    dequantize_reduce_pieces = staticmethod(dequantize_reduce_pieces)
-    add_checksum = staticmethod(add_checksum)
-
-
-def backend_of(device: torch.device, layouts: Iterable[MessageLayout]) -> Operators:
-    """Return unchecked operators for these layouts on a device, of the back end that the checked ones use.
-
-    CPU kernels take raw addresses, so wrong arguments access foreign memory. Call this again for each run of
-    a collective, because the result depends on `use_backend` and on whether a profiler runs.
-    """
-    if _is_checked:
-        return cast(Operators, sys.modules[__name__])
-    return _unchecked(device, layouts)
-
-
-def module_of(device: torch.device, layouts: Iterable[MessageLayout]) -> ModuleType:
-    """Return the back end for these layouts on a device; one that packs tables has a function `pack`."""
-    return _backend(device, *layouts)
-
-
 def forced_backend() -> BackendName:
     """Return the name of the innermost `use_backend`; "auto" without any."""
     return _forced[-1] if _forced else "auto"
@@ -509,7 +471,7 @@ def is_checked() -> bool:
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Make `backend_of` return the checked operators inside the block, in all threads (for tests)."""
+    """Make tables check the arguments of their operators inside the block, in all threads (for tests)."""
     global _is_checked
     previous, _is_checked = _is_checked, True
     try:

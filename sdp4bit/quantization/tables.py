@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, ParamSpec, Protocol
 
 import torch
@@ -160,8 +160,9 @@ class Table:
     def _run_one_by_one(self, call: int, tensors: Sequence[Tensor]) -> None:
         for each in self.calls:
             first, *others = each.bind(call, tensors).items()
-            operators = ops.backend_of(first[1].device, each.layouts)
-            getattr(operators, each.operator)(first[1], **dict(others))
+            name = each.operator
+            run = getattr(ops, name) if ops.is_checked() else partial(ops.run_unchecked, name)
+            run(first[1], **dict(others))
 
     def _pack(self, backend: str, tensors: Sequence[Tensor]) -> Packed | None:
         """Pack the calls at their second run: rows whose lengths change in every step have no second one."""
@@ -169,7 +170,7 @@ class Table:
             self._known = backend
             return None
         layouts = [each for call in self.calls for each in call.layouts]
-        pack = getattr(ops.module_of(tensors[0].device, layouts), "pack", None)
+        pack = getattr(ops.backend_of(tensors[0].device, layouts), "pack", None)
         self._packed[backend] = pack(self.calls, tensors) if pack and self.calls else None
         return self._packed[backend]
 

@@ -122,30 +122,17 @@ def test_backends_have_the_signatures_of_the_checked_operators(name: str) -> Non
     module = (
         reference if name == "reference" else import_module(pytest.importorskip(name) and ops._MODULE[name])
     )
-    for operator in (each for each in vars(ops.Operators) if not each.startswith("_")):
+    for operator in ops.CHECKS:
         checked, unchecked = (inspect.signature(getattr(each, operator)) for each in (ops, module))
         assert list(checked.parameters.values()) == list(unchecked.parameters.values()), operator
 
 
-def test_backend_of_a_device_checks_in_tests_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, values, layout = torch.device("cpu"), values_of(1, 1, 64), layout_of(64)
-    named = {"out": empty_messages(1, layout), "layout": layout_of(65), "hadamard": True, "rounding": None}
-    with pytest.raises(ValueError, match="numel=64"):
-        ops.backend_of(device, [layout]).hadamard_quantize(values, **named)
-    monkeypatch.setattr(ops, "_is_checked", False)
-    assert ops.backend_of(device, [layout]) is reference
-    with ops.checked():
-        assert ops.backend_of(device, [layout]) is ops
-    assert ops.backend_of(device, [layout]) is reference
-
-
 @on_ranks(1)
 def test_ranks_of_tests_check() -> None:
-    assert ops.backend_of(torch.device("cpu"), []) is ops
+    assert ops.is_checked()
 
 
 def test_backend_of_formats_that_it_lacks_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_is_checked", False)
     numba = ModuleType("numba kernels")
     numba.FORMATS = {"int4": None}  # type: ignore[attr-defined]
     monkeypatch.setattr(ops, "_loaded", {"auto:cpu": numba})
@@ -156,12 +143,11 @@ def test_backend_of_formats_that_it_lacks_is_the_reference(monkeypatch: pytest.M
         assert ops.backend_of(torch.device("cpu"), [layout_of(64), layout_of(64, 8)]) is reference
 
 
-def test_unchecked_operators_are_ranges_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_is_checked", False)
+def test_unchecked_operators_are_ranges_of_a_profile() -> None:
     values, layout = values_of(1, 1, 64), layout_of(64)
     out, named = empty_messages(1, layout), {"layout": layout, "hadamard": False, "rounding": None}
     with torch.profiler.profile() as profile:
-        ops.backend_of(values.device, [layout]).hadamard_quantize(values, out=out, **named)
+        ops.run_unchecked("hadamard_quantize", values, out=out, **named)
     assert torch.equal(out, quantized(values, layout))
     names = [event.name for event in profile.events() if event.name.startswith("sdp4bit::")]
     assert names == ["sdp4bit::hadamard_quantize"]

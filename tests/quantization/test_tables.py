@@ -65,6 +65,11 @@ def test_arguments_are_checked_whenever_addresses_move() -> None:
     table.run(0, torch.randn(1, 1, 64))
     with pytest.raises(ValueError, match="cast it first"):
         table.run(1, torch.randn(1, 1, 64).double())
+    with mock.patch.object(ops, "_is_checked", False):
+        table.run(1, torch.randn(1, 1, 64).double())
+        with ops.checked(), pytest.raises(ValueError, match="cast it first"):
+            table.run(1, torch.randn(1, 1, 64).double())
+        assert not ops.is_checked()
 
 
 def test_tensors_of_a_record_have_no_memory() -> None:
