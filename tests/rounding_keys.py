@@ -30,8 +30,7 @@ def drawn_keys(*, expected: bool = True) -> Iterator[list[Key]]:
 
     def noted(table: Table, call: int, *tensors: Tensor) -> None:
         for each in table.calls:
-            if "rounding" in each.sources:
-                key = each.bind(call, tensors)["rounding"]
+            if (key := each.bind(call, tensors).get("rounding")) is not None:
                 keys.append((key.k0, key.k1, key.first, key.sender))
         run(table, call, *tensors)
 

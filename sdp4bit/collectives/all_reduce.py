@@ -14,7 +14,7 @@ from sdp4bit.collectives.chunks import group_unit
 from sdp4bit.collectives.plan import AllReducePlan, Plans, is_long_enough, piece_count, plan_all_reduce
 from sdp4bit.collectives.reduce_scatter import (
     QuantizedReduceScatter,
-    RecordedReduction,
+    RecordedChunk,
     count_nonfinite,
     upper_halves,
 )
@@ -85,16 +85,14 @@ class PieceQuantizer:
             row: row of the rank in the group, for the rounding bits.
             moving: stand-ins of which pieces may be views.
         """
-        key = None if self._rounding == "nearest" else self._key(row)
         calls = [
             record(
                 ops.hadamard_quantize,
-                {"rounding": None if key is None else self._source(section, self._sender(row))},
                 pieces[i].view(1, 1, -1),
                 out=out[i],
                 layout=plan.message.layouts[i],
                 hadamard=self._hadamard,
-                rounding=key,
+                rounding=self._key(section, row),
                 skip=None,
                 blocks=None,
             )
@@ -119,12 +117,10 @@ class PieceQuantizer:
             moving: stand-ins of which they may be views.
         """
         inverse = multiplier * INVERSE_FACTOR if self._hadamard else multiplier
-        series = self._series()
         calls = [
             # All pieces of a section in one launch, so that its cost does not grow with the ranks.
             record(
                 ops.dequantize_reduce_pieces,
-                {"dither": None if series is None else self._source(section, self._ranks[0])},
                 messages[i],
                 out=taken[i],
                 layout=plan.message.layouts[i],
@@ -132,17 +128,28 @@ class PieceQuantizer:
                 stride=plan.strides[i],
                 hadamard=self._hadamard,
                 multiplier=inverse,
-                dither=series,
+                dither=self._series(section),
             )
             for i, section in enumerate(plan.sections)
         ]
         return Table(calls, moving=moving)
 
-    def _series(self) -> KeySeries | None:
-        """Return the keys with which the dither of all pieces is subtracted, without the bits of a call."""
+    def _series(self, section: Section) -> KeySeries | None:
+        """Return the keys with which the dither of all pieces of a section is subtracted in any call."""
         if self._rounding != "dither":
             return None
-        return derive_series(0, 0, rank_step=self._ranks.step)._replace(start=0)
+        step = derive_series(0, 0, rank_step=self._ranks.step).step
+        return KeySeries(0, step, source=self._source(section, self._ranks[0]))
+
+    def _key(self, section: Section, row: int) -> RoundingKey | None:
+        """Return the key of a rank in any call; None for nearest."""
+        if self._rounding == "nearest":
+            return None
+        # With dither, ranks with the same piece share the key of the first one, so that a receiver derives it
+        # once.
+        dither, sender = self._rounding == "dither", row // self.count
+        source = self._source(section, self._ranks[row % self.count if dither else row])
+        return RoundingKey(0, 0, dither=dither, sender=sender, source=source)
 
     def _source(self, section: Section, rank: int) -> KeySource:
         return key_source(
@@ -154,27 +161,14 @@ class PieceQuantizer:
             rank=rank,
         )
 
-    def _sender(self, row: int) -> int:
-        # With dither, ranks with the same piece share the key of the first one, so that a receiver derives it
-        # once.
-        return self._ranks[row % self.count if self._rounding == "dither" else row]
-
-    def _key(self, row: int) -> RoundingKey:
-        """Return the key of a rank, without the bits of a call."""
-        return RoundingKey(0, 0, dither=self._rounding == "dither", sender=row // self.count)
-
     def requantized(self, values: Tensor) -> Tensor:
         """Return values [n], fp32, contiguous, as they arrive in a message of the first rank."""
         result = torch.empty_like(values)
         group_size = self._config.inter_group_size if self._grid.nodes > 1 else self._config.intra_group_size
-        layout, source = Section().layout(values.numel(), bits=self.bits, group_size=group_size), None
+        layout = Section().layout(values.numel(), bits=self.bits, group_size=group_size)
         message = torch.empty(1, layout.nbytes, dtype=torch.uint8, device=values.device)
-        key, series = None, self._series()
-        if self._rounding != "nearest":
-            source = self._source(Section(), self._ranks[0])
-            k0, k1 = source.keys(0)
-            key = self._key(0)._replace(k0=k0, k1=k1)
-            series = series and series._replace(start=source.counter(0))
+        key, series = self._key(Section(), 0), self._series(Section())
+        key, series = key and key.of_call(0), series and series.of_call(0)
         rows = values.view(1, 1, -1)
         ops.hadamard_quantize(rows, out=message, layout=layout, hadamard=self._hadamard, rounding=key)
         ops.dequantize_reduce_pieces(
@@ -195,16 +189,11 @@ class RecordedAllReduce(NamedTuple):
 
     copies: dict[int, Tensor]
     """Copies of sections whose ranges are apart, by their index."""
-    reduction: RecordedReduction
+    reduction: tuple[RecordedChunk, ...]
     quantize: Table
     message: Messages
     gathered: tuple[Messages, ...]  # as many as the plan has gathers
     restore: Table
-
-    @property
-    def tables(self) -> list[Table]:
-        """See :class:`sdp4bit.collectives.scratch.Recorded`."""
-        return [*self.reduction.tables, self.quantize, self.restore]
 
 
 class QuantizedAllReduce:
@@ -361,7 +350,7 @@ class QuantizedAllReduce:
         taken = [copies[i] if i in copies else each.take(moving) for i, each in enumerate(plan.sections)]
 
         # 1. Without a hop the pieces are the values themselves.
-        own, reduction = taken, RecordedReduction(())
+        own, reduction = taken, tuple[RecordedChunk, ...]()
         if plan.reduce.hops:
             sums = scratch.values("sums", sum(plan.lengths), dtype=torch.float32, device=device)
             own = list(sums.split(plan.lengths))

@@ -33,7 +33,6 @@ from sdp4bit.quantization.formats import BF16, BLOCK, Bits
 from sdp4bit.quantization.hadamard import INVERSE_FACTOR
 from sdp4bit.quantization.layout import MessageLayout
 from sdp4bit.quantization.random import (
-    KeySource,
     RoundingKey,
     Stage,
     derive_keys,
@@ -120,32 +119,6 @@ class RecordedChunk(NamedTuple):
     own_multiplier: float  # of the own part of the sum, before the last step
 
 
-class RecordedReduction(NamedTuple):
-    """The operators of all chunks of a reduction."""
-
-    chunks: tuple[RecordedChunk, ...]
-
-    @property
-    def tables(self) -> list[Table]:
-        """See :class:`sdp4bit.collectives.scratch.Recorded`."""
-        return [
-            table
-            for each in self.chunks
-            for table in (each.quantize, *[table for _, table in each.exchanges])
-        ]
-
-
-class _Rounding(NamedTuple):
-    """The key of a rounding, without the bits of a call, and their source; None for nearest."""
-
-    key: RoundingKey | None
-    source: KeySource | None
-
-    @property
-    def dither_source(self) -> KeySource | None:
-        return self.source if self.key is not None and self.key.dither else None
-
-
 class QuantizedReduceScatter:
     """Reduces rows over a group of nodes x ranks_per_node ranks; each rank receives its own row.
 
@@ -203,7 +176,7 @@ class QuantizedReduceScatter:
         self.transport = transport or Transport(topology, self._scratch)
         self.name = name or f"group {bucket}"
         self.plans = Plans[ReducePlan]()
-        self._records = Records[RecordedReduction](self._scratch)
+        self._records = Records[tuple[RecordedChunk, ...]](self._scratch)
         # This rank's index among those that it exchanges messages with.
         self._place = {hop.level: hop.place(topology.row) for hop in self.hops}
         self.range = f"sdp4bit::reduce_scatter ({self.name})"
@@ -310,7 +283,7 @@ class QuantizedReduceScatter:
 
     def _record_row(
         self, plan: ReducePlan, rows: Tensor, output: Tensor, own: Tensor, multiplier: float
-    ) -> RecordedReduction:
+    ) -> tuple[RecordedChunk, ...]:
         device, moving = output.device, [stand_in(each) for each in (rows, output, own)]
         values = []
         for section in plan.sections:
@@ -335,28 +308,22 @@ class QuantizedReduceScatter:
         *,
         device: torch.device,
         multiplier: float = 1.0,
-    ) -> RecordedReduction:
+    ) -> tuple[RecordedChunk, ...]:
         """Record the operators of all chunks of a plan, with the values of its sections.
 
         Args:
             moving: the stand-ins of the rows, the output and the own row, of which values may be views.
         """
-        chunks = []
-        for chunk in plan.chunks:
-            chosen = [values[part.index].of(part) for part in chunk.slices]
-            recorded = self._record_chunk(
-                plan.hops, chunk, chosen, moving, multiplier=multiplier, device=device
-            )
-            chunks.append(recorded)
-        return RecordedReduction(tuple(chunks))
+        of = partial(self._record_chunk, plan.hops, moving=moving, multiplier=multiplier, device=device)
+        return tuple(of(each, [values[part.index].of(part) for part in each.slices]) for each in plan.chunks)
 
     def _record_chunk(
         self,
         hops: Sequence[Hop],
         chunk: Chunk,
         values: Sequence[SectionValues],
-        moving: Sequence[Tensor],
         *,
+        moving: Sequence[Tensor],
         multiplier: float,
         device: torch.device,
     ) -> RecordedChunk:
@@ -379,12 +346,11 @@ class QuantizedReduceScatter:
         quantize = [
             record(
                 ops.hadamard_quantize,
-                {"rounding": keys[i].source},
                 values[i].rows.unflatten(0, (hop.rows, hop.size)).transpose(0, 1),
                 out=sent.fields[i],
                 layout=transfer.message.layouts[i],
                 hadamard=self.hadamard,
-                rounding=keys[i].key,
+                rounding=keys[i],
                 skip=None if others else skip,
                 blocks=values[i].blocks,
             )
@@ -403,12 +369,11 @@ class QuantizedReduceScatter:
             requantize = [
                 record(
                     ops.dequantize_reduce_quantize,
-                    {"rounding": keys[i].source, "dither": dithers[i].dither_source},
                     exchange.received.fields[i],
                     received=transfer.message.layouts[i],
                     out=sent.fields[i],
                     sent=next_transfer.message.layouts[i],
-                    rounding=keys[i].key,
+                    rounding=keys[i],
                     dither=self._dither(hop, dithers[i]),
                     skip=skip if is_last else None,
                     own=exact[i] if is_last else None,
@@ -427,7 +392,6 @@ class QuantizedReduceScatter:
         reduce = [
             record(
                 ops.dequantize_reduce_hadamard,
-                {"dither": keys[i].dither_source},
                 exchange.received.fields[i],
                 out=values[i].output,
                 layout=transfer.message.layouts[i],
@@ -447,7 +411,7 @@ class QuantizedReduceScatter:
 
     def run(
         self,
-        recorded: RecordedReduction,
+        recorded: tuple[RecordedChunk, ...],
         moving: Sequence[Tensor] = (),
         *,
         call: int,
@@ -457,7 +421,7 @@ class QuantizedReduceScatter:
         # No variable holds the rows, so each reduction frees its own.
         return [
             self._run_chunk(chunk, moving[:1], moving[1:], call=call, nonfinite=nonfinite)
-            for chunk in recorded.chunks
+            for chunk in recorded
         ]
 
     def _run_chunk(
@@ -529,10 +493,10 @@ class QuantizedReduceScatter:
         )
         return Exchange(start, received, hop.level, transfer.nbytes, transfer.padding_bytes)
 
-    def _rounding_key(self, hop: Hop, part: Slice) -> _Rounding:
-        """Return this rank's key for rounding a part at a hop, and the source of its bits."""
+    def _rounding_key(self, hop: Hop, part: Slice) -> RoundingKey | None:
+        """Return this rank's key for rounding a part at a hop in any call; None for nearest."""
         if hop.rounding == "nearest":
-            return _Rounding(None, None)
+            return None
         own, rank, dither = self._place[hop.level], self._rank, hop.rounding == "dither"
         if dither:
             # Senders to the same receiver share the key of the first one, so that the receiver can derive it.
@@ -547,12 +511,13 @@ class QuantizedReduceScatter:
             rank=rank,
         )
         # Bits are indexed by a value's place in its section, so the result does not depend on the chunks.
-        key = RoundingKey(0, 0, first=part.start, row_stride=part.stride, dither=dither, sender=own)
-        return _Rounding(key, source)
+        return RoundingKey(
+            0, 0, first=part.start, row_stride=part.stride, dither=dither, sender=own, source=source
+        )
 
-    def _dither(self, hop: Hop, rounding: _Rounding) -> RoundingKey | None:
+    def _dither(self, hop: Hop, rounding: RoundingKey | None) -> RoundingKey | None:
         """Return the key with which the dither of the messages received on a hop is subtracted."""
-        return as_dither(rounding.key, row=self._place[hop.level] * hop.rows)
+        return as_dither(rounding, row=self._place[hop.level] * hop.rows)
 
     def requantized(self, values: Tensor) -> Tensor:
         """Return these values in fp32 as another node receives them through all hops, without a sum.

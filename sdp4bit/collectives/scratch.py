@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -109,19 +109,19 @@ class Scratch:
         self._slots.discard(slot)
 
 
-class Recorded(Protocol):
-    """Operators that were recorded."""
-
-    @property
-    def tables(self) -> Sequence[Table]:
-        """Their tables."""
+R = TypeVar("R", bound=tuple[object, ...])
 
 
-R = TypeVar("R", bound=Recorded)
+def _tables(recorded: object) -> Iterator[Table]:
+    if isinstance(recorded, Table):
+        yield recorded
+    elif isinstance(recorded, tuple):
+        for each in recorded:
+            yield from _tables(each)
 
 
 class Records(Generic[R]):
-    """The records of a collective, each for one plan, stream and set of dtypes.
+    """The records of a collective: tuples that hold tables, each for one plan, stream and set of dtypes.
 
     Records hold addresses of buffers, so those of the buffers before are dropped.
     """
@@ -154,7 +154,7 @@ class Records(Generic[R]):
                 known = make()
             self._known[key] = known
         elif ops.is_checked():
-            again = make()
-            if [each.describe() for each in known.tables] != [each.describe() for each in again.tables]:
+            pairs = zip(_tables(known), _tables(make()), strict=True)
+            if any(each.describe() != again.describe() for each, again in pairs):
                 raise AssertionError(f"a record of {key} is stale")
         return known

@@ -36,11 +36,6 @@ class RecordedRefresh(NamedTuple):
     buffers: tuple[Messages, Messages, Messages | None]
     """This rank's message, those of its peers between nodes, and "full": those of all ranks."""
 
-    @property
-    def tables(self) -> list[Table]:
-        """See :class:`sdp4bit.collectives.scratch.Recorded`."""
-        return [self.subtract, self.add]
-
 
 class WeightReplica:
     """Copy of a parameter group's weights, bit-identical on all ranks that store it.
@@ -369,7 +364,6 @@ class WeightReplica:
             subtract.append(
                 record(
                     ops.subtract_quantize,
-                    {},
                     source,
                     replica=self._own(replica) if differs else None,
                     out=own.fields[i][0],
@@ -382,7 +376,6 @@ class WeightReplica:
             add.append(
                 record(
                     ops.dequantize_add,
-                    {},
                     applied[i],
                     replica=replica.view(-1, replica.shape[-1]),
                     layout=message.layouts[i],

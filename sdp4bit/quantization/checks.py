@@ -81,7 +81,7 @@ def check_rounding(rounding: RoundingKey | None, *, rows: int, numel: int) -> No
     """Require 32-bit keys, and at most as many values as a key can number."""
     if rounding is None:
         return
-    k0, k1, first, row_stride, is_dither, sender = rounding
+    k0, k1, first, row_stride, is_dither, sender, _ = rounding
     if not (0 <= k0 < 1 << 32 and 0 <= k1 < 1 << 32):
         raise ValueError(f"k0={k0} and k1={k1} must be unsigned 32-bit keys, as derive_keys returns them")
     if first < 0 or row_stride < 0 or first % BLOCK or row_stride % BLOCK:

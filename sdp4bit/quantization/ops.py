@@ -4,8 +4,8 @@ Every operator writes to the caller's buffer and returns nothing, so that buffer
 use numba if it is installed and the reference otherwise, CUDA tensors use Triton. All back ends produce the
 same bytes, so ranks may use different ones. They define functions with the same names and arguments.
 
-Functions of this module check their arguments at every call. :func:`run_unchecked` checks nothing, for callers
-that have checked once.
+Functions of this module check their arguments at every call. :func:`run_unchecked` checks nothing, for
+callers that have checked once.
 """
 
 from __future__ import annotations

@@ -55,6 +55,15 @@ class RoundingKey(NamedTuple):
     """Subtractive dither: receivers with the key subtract the upper 8 of an element's 16 bits."""
     sender: int = 0
     """For dither: index among the senders that share the key and whose values are summed."""
+    source: KeySource | None = None
+    """In a recorded call, the source of both keys in each run."""
+
+    def of_call(self, call: int) -> RoundingKey:
+        """Return the key with the bits of a call; this one if it has no source."""
+        if self.source is None:
+            return self
+        k0, k1 = self.source.keys(call)
+        return self._replace(k0=k0, k1=k1, source=None)
 
     def at_row(self, row: int) -> RoundingKey:
         """Return the key for rows from this one on."""
@@ -72,6 +81,12 @@ class KeySeries(NamedTuple):
     start: int
     step: int
     """Unsigned 64-bit numbers: piece i has the keys of start + i * step, modulo 2**64."""
+    source: KeySource | None = None
+    """In a recorded call, the source of `start` in each run."""
+
+    def of_call(self, call: int) -> KeySeries:
+        """Return the series of a call; this one if it has no source."""
+        return self if self.source is None else KeySeries(self.source.counter(call), self.step)
 
     def key(self, piece: int) -> RoundingKey:
         """Return the key of a piece, as its receivers need it."""

@@ -9,9 +9,10 @@ parameters, on GPUs into launches for all sections of a kind.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, ParamSpec, Protocol
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from torch import Tensor
 from sdp4bit.profiling import profiler_range
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout
-from sdp4bit.quantization.random import KeySeries, KeySource, RoundingKey
+from sdp4bit.quantization.random import KeySeries, RoundingKey
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def stand_in(tensor: Tensor) -> Tensor:
@@ -48,23 +50,16 @@ class Call(NamedTuple):
 
     operator: str
     arguments: Mapping[str, Any]
-    """By name; the first one is passed by position. Keys of the random bits are those of no call yet."""
-    sources: Mapping[str, KeySource] = {}
-    """The sources of the keys, by the names of their arguments."""
+    """By name; the first one is passed by position. Keys of the random bits have a source."""
 
     def bind(self, call: int, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """Return the arguments of a run: its tensors, and the keys of the call with this number."""
-        bound = {
-            name: each.of(tensors) if isinstance(each, View) else each
-            for name, each in self.arguments.items()
-        }
-        for name, source in self.sources.items():
-            key: Any = bound[name]
-            if isinstance(key, KeySeries):
-                bound[name] = key._replace(start=source.counter(call))
-            else:
-                k0, k1 = source.keys(call)
-                bound[name] = key._replace(k0=k0, k1=k1)
+        bound = dict(self.arguments)
+        for name, each in bound.items():
+            if isinstance(each, View):
+                bound[name] = each.of(tensors)
+            elif isinstance(each, RoundingKey | KeySeries):
+                bound[name] = each.of_call(call)
         return bound
 
     @property
@@ -72,19 +67,13 @@ class Call(NamedTuple):
         """The layouts of its messages."""
         return [each for each in self.arguments.values() if isinstance(each, MessageLayout)]
 
-    def describe(self) -> tuple[object, ...]:
-        """Return a description that a second record of the same call must equal."""
-        arguments = {
-            name: _identity(each) if isinstance(each, Tensor) else each
-            for name, each in self.arguments.items()
-        }
-        return self.operator, arguments, self.sources
 
-
-def _identity(tensor: Tensor) -> tuple[object, ...]:
+def _identity(argument: object) -> object:
+    if not isinstance(argument, Tensor):
+        return argument
     # A table of blocks is never written again. If it has been made twice, the record keeps the first one.
-    place = None if tensor.dtype is torch.int64 else tensor.data_ptr()
-    return place, tensor.shape, tensor.stride(), tensor.dtype
+    place = None if argument.dtype is torch.int64 else argument.data_ptr()
+    return place, argument.shape, argument.stride(), argument.dtype
 
 
 @cache
@@ -92,20 +81,25 @@ def _signature(operator: Callable[..., None]) -> inspect.Signature:
     return inspect.signature(operator)
 
 
-def record(
-    operator: Callable[P, None],
-    sources: Mapping[str, KeySource | None],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> Call:
-    """Record a call of an operator of `ops` instead of running it.
+def record(operator: Callable[P, None], /, *args: P.args, **kwargs: P.kwargs) -> Call:
+    """Record a call of an operator of `ops` instead of running it."""
+    return Call(operator.__name__, _signature(operator).bind(*args, **kwargs).arguments)
 
-    Args:
-        sources: by the name of an argument, the source of its keys; None if the argument is None, too.
-    """
-    known = {name: source for name, source in sources.items() if source is not None}
-    return Call(operator.__name__, _signature(operator).bind(*args, **kwargs).arguments, known)
+
+class Recording(threading.local, Generic[T]):
+    """Work that the calling thread notes instead of doing it; None if it does it."""
+
+    noted: list[T] | None = None
+
+    def of(self, operator: Callable[..., None], arguments: Mapping[str, Any]) -> list[T]:
+        """Return the work of an operator, which is not done."""
+        first, *others = arguments.items()
+        self.noted = noted = list[T]()
+        try:
+            operator(first[1], **dict(others))
+        finally:
+            self.noted = None
+        return noted
 
 
 class Packed(Protocol):
@@ -151,7 +145,8 @@ class Table:
             self._run_one_by_one(call, tensors)
             return
         if ops.is_checked():
-            self._check(call, tensors)
+            for each in self.calls:
+                ops.CHECKS[each.operator](**each.bind(call, tensors))
         with profiler_range(f"sdp4bit::{self.calls[0].operator}"):
             packed.run(call, tensors)
         if ops.is_checked():
@@ -174,14 +169,9 @@ class Table:
         self._packed[backend] = pack(self.calls, tensors) if pack and self.calls else None
         return self._packed[backend]
 
-    def _check(self, call: int, tensors: Sequence[Tensor]) -> None:
-        """Check the arguments of all calls as the operators do."""
-        for each in self.calls:
-            ops.CHECKS[each.operator](**each.bind(call, tensors))
-
     def describe(self) -> list[tuple[object, ...]]:
         """Return a description that a second record of the same calls must equal."""
-        return [each.describe() for each in self.calls]
+        return [(each.operator, *map(_identity, each.arguments.values())) for each in self.calls]
 
 
 def _with_views(call: Call, places: Mapping[int, int]) -> Call:

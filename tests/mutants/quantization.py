@@ -19,7 +19,7 @@ SOURCES = (
         "sdp4bit/quantization/tables.py",
         (TABLES,),
         (
-            M("if tensor.dtype is torch.int64 else tensor.data_ptr()", "if True else 0"),
+            M("if argument.dtype is torch.int64 else argument.data_ptr()", "if True else 0"),
             M("if self._known != backend:", "if False:"),
             M("ops.CHECKS[each.operator](**each.bind(call, tensors))", "each.bind(call, tensors)"),
         ),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdp4bit.quantization import ops
 from sdp4bit.quantization.layout import MessageLayout, message_layout
-from sdp4bit.quantization.random import KeySeries, KeySource, RoundingKey, Stage, key_source
+from sdp4bit.quantization.random import KeySeries, RoundingKey, Stage, key_source
 from sdp4bit.quantization.tables import Call, Table, record, stand_in
 
 NUMELS = (2 * 256 + 64, 201, 96)
@@ -40,7 +40,7 @@ def quantizing(numels: Sequence[int], device: torch.device) -> tuple[Table, list
     given = [message_layout(numel=numel, bits=4, group_size=32) for numel in numels]
     parts, values = split(1, given, device), stand_in(torch.empty(1, 1, sum(numels)))
     calls = [
-        record(ops.hadamard_quantize, {}, each, out=part, layout=layout, hadamard=True, rounding=None)
+        record(ops.hadamard_quantize, each, out=part, layout=layout, hadamard=True, rounding=None)
         for each, part, layout in zip(values.split([*numels], -1), parts, given, strict=True)
     ]
     return Table(calls, moving=[values]), parts
@@ -75,18 +75,17 @@ class Case:
         return drawn.to(self.device, dtype or self.dtype)
 
     def table(
-        self, operator: Callable[..., None], name: str, moving: Sequence[Tensor], make: Callable[[int], Any]
+        self, operator: Callable[..., None], moving: Sequence[Tensor], make: Callable[[int], Any]
     ) -> Table:
         """Return a table of the calls whose arguments `make` returns, the first one apart."""
         calls: list[Call] = []
         for i in range(3):
             first, named = make(i)
-            sources: dict[str, KeySource | None] = dict.fromkeys(name.split(), self.sources[i])
-            calls.append(record(operator, sources, first, **named))
+            calls.append(record(operator, first, **named))
         return Table(calls, moving=moving)
 
     def key(self, i: int, **fields: Any) -> RoundingKey:
-        return RoundingKey(0, 0, row_stride=(NUMELS[i] + 31) // 32 * 32, **fields)
+        return RoundingKey(0, 0, row_stride=(NUMELS[i] + 31) // 32 * 32, source=self.sources[i], **fields)
 
     def weights(self) -> Iterator[Tensor]:
         """Yield messages, flags and replicas of refreshes."""
@@ -108,8 +107,8 @@ class Case:
             named = {"replica": replicas[i], "layout": given[i], "accumulate": True}
             return sent[i], {**named, "blocks": self.blocks[i]}
 
-        first = self.table(ops.subtract_quantize, "", [main, rows, flag], subtract)
-        second = self.table(ops.dequantize_add, "", [rows], add)
+        first = self.table(ops.subtract_quantize, [main, rows, flag], subtract)
+        second = self.table(ops.dequantize_add, [rows], add)
         for call in CALLS:
             values, held = self.values(), self.values(2, dtype=torch.bfloat16)
             if call == CALLS[-1]:
@@ -143,9 +142,9 @@ class Case:
             return passed[i], {**named, "dither": self.key(i, dither=True)}
 
         tables = [
-            self.table(ops.hadamard_quantize, "rounding", [rows], quantize),
-            self.table(ops.dequantize_reduce_quantize, "rounding", [out, sums], requantize),
-            self.table(ops.dequantize_reduce_hadamard, "dither", [out, sums], reduce),
+            self.table(ops.hadamard_quantize, [rows], quantize),
+            self.table(ops.dequantize_reduce_quantize, [out, sums], requantize),
+            self.table(ops.dequantize_reduce_hadamard, [out, sums], reduce),
         ]
         for call in CALLS:
             output, own = self.values(), self.values(dtype=torch.float32)
@@ -163,13 +162,13 @@ class Case:
         messages = split(6, given, self.device)
         copy = torch.zeros(96, device=self.device, dtype=self.dtype)
         targets = [*sections_of(out)[:2], copy]
-        series = KeySeries(0, (1 << 63) + 12345)
 
         def restore(i: int) -> Any:
             named = {"out": targets[i], "layout": given[i], "pieces": 3, "stride": stride, "hadamard": True}
+            series = KeySeries(0, (1 << 63) + 12345, source=self.sources[i])
             return messages[i], {**named, "multiplier": 1 / 32, "dither": series}
 
-        table = self.table(ops.dequantize_reduce_pieces, "dither", [out], restore)
+        table = self.table(ops.dequantize_reduce_pieces, [out], restore)
         for each, layout in zip(messages, given, strict=True):
             values = torch.randn(6, 1, layout.numel, generator=self.generator).to(self.device)
             named = {"layout": layout, "hadamard": True, "rounding": RoundingKey(1, 2, dither=True)}

@@ -31,7 +31,7 @@ def _reference() -> Iterator[None]:
 def table_of(out: torch.Tensor) -> Table:
     values = stand_in(torch.empty(1, 1, 64))
     named: dict[str, Any] = {"out": out, "layout": LAYOUT, "hadamard": True, "rounding": None}
-    return Table([record(ops.hadamard_quantize, {}, values, **named)], moving=[values])
+    return Table([record(ops.hadamard_quantize, values, **named)], moving=[values])
 
 
 @pytest.mark.parametrize("bucket", [0, 4095, 4096, 70_000])
@@ -80,18 +80,13 @@ def test_tensors_of_a_record_have_no_memory() -> None:
     assert [each.dtype for each in held] == [torch.uint8], "the values are a view of what a run passes"
 
 
-class Record:
-    def __init__(self, table: Table) -> None:
-        self.tables = [table]
-
-
 def test_a_record_is_dropped_with_a_buffer_and_found_if_it_is_stale() -> None:
     scratch, message, made = Scratch(), Message((LAYOUT,)), []
-    records = Records[Record](scratch)
+    records = Records[tuple[Table]](scratch)
 
-    def make() -> Record:
+    def make() -> tuple[Table]:
         made.append(1)
-        return Record(table_of(scratch.split("send", 1, message, device=CPU).all))
+        return (table_of(scratch.split("send", 1, message, device=CPU).all),)
 
     with mock.patch.object(ops, "_is_checked", False):
         first = records.of("key", device=CPU, make=make)  # twice: the first made the buffer

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sdp4bit.kernels.cpu import formats, kernels
-from sdp4bit.kernels.cpu.parameters import NO_INDEX, DequantizeRows, QuantizeRows, ReduceQuantize
+from sdp4bit.kernels.cpu import compilation, formats, kernels
+from sdp4bit.kernels.cpu.parameters import NO_INDEX, DequantizeRows, Key, QuantizeRows, ReduceQuantize
 from sdp4bit.kernels.cpu.programs import compiled, float_bits, program_of, run
 from sdp4bit.kernels.cpu.tables import PackedTable, keys_of
 from sdp4bit.quantization.checksum import GOLDEN, STRIPE_WORDS, signed64, stripe_factors, words_of
@@ -24,13 +24,17 @@ from sdp4bit.quantization.tables import Call
 
 FORMATS = formats.FORMATS
 _NEGATIVE_ZERO_BITS = 0x80000000
-_NO_KEY = RoundingKey(0, 0)
+_NO_KEY = Key(*RoundingKey(0, 0)[:-1])
 _READ_IN_PLACE = (torch.float32, torch.bfloat16)
 
 
 def compile_seconds() -> float:
     """See :func:`sdp4bit.quantization.ops.compile_seconds`."""
     return compiled.seconds
+
+
+def _key(key: RoundingKey | None) -> Key:
+    return _NO_KEY if key is None else Key(*key[:-1])
 
 
 def pack(calls: Sequence[Call], tensors: Sequence[Tensor]) -> PackedTable | None:
@@ -79,7 +83,7 @@ def subtract_quantize(
             blocks=0 if blocks is None else blocks.data_ptr(),
             nonfinite=0 if nonfinite is None else nonfinite.data_ptr(),
         ),
-        _NO_KEY,
+        _key(None),
     )
 
 
@@ -112,7 +116,7 @@ def dequantize_add(
             initial=_NEGATIVE_ZERO_BITS,
             blocks=0 if blocks is None else blocks.data_ptr(),
         ),
-        _NO_KEY,
+        _key(None),
     )
     if target is not replica:
         replica.copy_(target)
@@ -153,7 +157,7 @@ def hadamard_quantize(
             out_stride=out.stride(0),
             blocks=0 if blocks is None else blocks.data_ptr(),
         ),
-        rounding or _NO_KEY,
+        _key(rounding),
     )
 
 
@@ -193,8 +197,8 @@ def dequantize_reduce_quantize(
             destinations=destinations,
             skip=NO_INDEX if skip is None else skip,
         ),
-        rounding or _NO_KEY,
-        dither or _NO_KEY,
+        _key(rounding),
+        _key(dither),
     )
     if own is not None:
         assert skip is not None
@@ -252,7 +256,7 @@ def dequantize_reduce_hadamard(
             multiplier=float_bits(multiplier),
             blocks=0 if blocks is None else blocks.data_ptr(),
         ),
-        dither or _NO_KEY,
+        _key(dither),
     )
     if target is not out:
         out.copy_(target)
@@ -294,7 +298,7 @@ def dequantize_reduce_pieces(
             multiplier=float_bits(multiplier),
             keys=0 if keys is None else keys.data_ptr(),
         ),
-        _NO_KEY,
+        _key(None),
     )
     if target is not out:
         out.copy_(target)
@@ -303,4 +307,5 @@ def dequantize_reduce_pieces(
 def add_checksum(values: Tensor, *, out: Tensor) -> None:
     """See :func:`sdp4bit.quantization.ops.add_checksum`."""
     words, factors = words_of(values), stripe_factors(values.device)
-    out += compiled.sum_words(words.numpy(), factors.numpy(), STRIPE_WORDS, signed64(GOLDEN))
+    sum_words = compiled.of(compilation.compile_sum_words)
+    out += sum_words(words.numpy(), factors.numpy(), STRIPE_WORDS, signed64(GOLDEN))

@@ -18,11 +18,21 @@ from sdp4bit.kernels.cpu import formats, tiles, vectors
 from sdp4bit.kernels.cpu.formats import coding_of
 from sdp4bit.kernels.cpu.vectors import INT64, point
 from sdp4bit.quantization.formats import Format
-from sdp4bit.quantization.random import RoundingKey
 
 NO_INDEX = 1 << 62
 ONE_BITS = 0x3F800000
 """fp32 bits of 1."""
+
+
+class Key(NamedTuple):
+    """Attributes of `RoundingKey`."""
+
+    k0: int
+    k1: int
+    first: int
+    row_stride: int
+    dither: bool
+    sender: int
 
 
 class Layout(NamedTuple):
@@ -62,7 +72,7 @@ class Flags(NamedTuple):
 
 
 class QuantizeRows(NamedTuple):
-    """Followed by a RoundingKey, a Layout and Work. Tensors are addresses, and strides are in bytes."""
+    """Followed by a Key, a Layout and Work. Tensors are addresses, and strides are in bytes."""
 
     values: int
     is_bf16: int
@@ -79,7 +89,7 @@ class QuantizeRows(NamedTuple):
 
 
 class ReduceQuantize(NamedTuple):
-    """Followed by the RoundingKeys of sent and received codes, both Layouts and Work."""
+    """Followed by the Keys of sent and received codes, both Layouts and Work."""
 
     messages: int
     stride: int
@@ -92,7 +102,7 @@ class ReduceQuantize(NamedTuple):
 
 
 class DequantizeRows(NamedTuple):
-    """Followed by the RoundingKey of received codes, a Layout and Work."""
+    """Followed by the Key of received codes, a Layout and Work."""
 
     messages: int
     terms: int
@@ -110,11 +120,11 @@ class DequantizeRows(NamedTuple):
     own_multiplier: int = ONE_BITS  # fp32 bits
     initial: int = 0  # fp32 bits from which sums start
     multiplier: int = ONE_BITS  # fp32 bits
-    keys: int = 0  # both keys of each row, or 0 if all rows have those of the RoundingKey
+    keys: int = 0  # both keys of each row, or 0 if all rows have those of the Key
     blocks: int = 0
 
 
-Group = QuantizeRows | ReduceQuantize | DequantizeRows | RoundingKey | Layout | Work
+Group = QuantizeRows | ReduceQuantize | DequantizeRows | Key | Layout | Work
 
 
 class Parameters(types.Type):

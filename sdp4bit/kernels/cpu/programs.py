@@ -10,9 +10,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from ctypes import c_float
 from functools import lru_cache
 from itertools import chain
@@ -25,6 +24,7 @@ import torch
 from sdp4bit.kernels.cpu import compilation, kernels, tiles
 from sdp4bit.kernels.cpu.parameters import Flags, Group, Layout, Work
 from sdp4bit.quantization.layout import MessageLayout, round_up
+from sdp4bit.quantization.tables import Recording
 
 _TILE = 1024
 """Values per tile, unless a group is larger."""
@@ -88,43 +88,22 @@ class Compiled:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._addresses: dict[tuple[object, ...], int] = {}
-        self._sum_words: Callable[..., int] | None = None
-        self.runners: dict[Callable[..., None], Callable[..., None]] = {}
+        self._made: dict[tuple[object, ...], Any] = {}
         self.seconds = 0.0
         """Time in which this process has compiled or loaded kernels, or has waited for them."""
 
-    def kernel(self, *key: Any) -> int:
-        """Return the address of a kernel, compiled for its flags and groups of parameters."""
-        if key not in self._addresses:
-            with self._compiling():
-                if key not in self._addresses:
-                    self._addresses[key] = compilation.compile_kernel(*key)
-        return self._addresses[key]
-
-    def runner(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a runner of :mod:`sdp4bit.kernels.cpu.kernels`, compiled."""
-        if function not in self.runners:
-            with self._compiling():
-                if function not in self.runners:
-                    self.runners[function] = compilation.compile_runner(function)
-        return self.runners[function]
-
-    def sum_words(self, *args: object) -> int:
-        """Return `kernels.sum_words`, compiled, of the arguments."""
-        if self._sum_words is None:
-            with self._compiling():
-                self._sum_words = self._sum_words or compilation.compile_sum_words()
-        return self._sum_words(*args)
-
-    @contextmanager
-    def _compiling(self) -> Iterator[None]:
-        with self._lock:
-            start = time.perf_counter()
-            try:
-                yield
-            finally:
-                self.seconds += time.perf_counter() - start
+    def of(self, make: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a function of `compilation.py` for these arguments, which is kept."""
+        key = (make, *args)
+        if key not in self._made:
+            with self._lock:
+                start = time.perf_counter()
+                try:
+                    if key not in self._made:
+                        self._made[key] = make(*args)
+                finally:
+                    self.seconds += time.perf_counter() - start
+        return self._made[key]
 
 
 class Recorded(NamedTuple):
@@ -135,13 +114,7 @@ class Recorded(NamedTuple):
     groups: tuple[Group, ...]
 
 
-class Recording(threading.local):
-    """The calls that the calling thread records instead of running them; None if it runs them."""
-
-    calls: list[Recorded] | None = None
-
-
-recording = Recording()
+recording = Recording[Recorded]()
 _workspace = Workspace()
 parallel = ParallelRegion()
 compiled = Compiled()
@@ -183,7 +156,8 @@ class Program:
 
     def row(self, groups: tuple[Group, ...], head: Sequence[int] = _NOTHING_MOVES) -> list[int]:
         """Return the row of a call with these groups of parameters; see `kernels.HEAD_WORDS`."""
-        address = compiled.kernel(self.kernel, self.flags, (*map(type, groups), *self.groups))
+        kinds = (*map(type, groups), *self.groups)
+        address = compiled.of(compilation.compile_kernel, self.kernel, self.flags, kinds)
         parameters = *map(int, chain.from_iterable(groups)), *self.numbers
         return [address, len(parameters) - 2, *head, *parameters]
 
@@ -192,8 +166,8 @@ def run(program: Program, work: int, *groups: Group) -> None:
     """Run a program on enough threads for `work` values, or record it."""
     if not work:
         return
-    if recording.calls is not None:
-        recording.calls.append(Recorded(program, work, groups))
+    if recording.noted is not None:
+        recording.noted.append(Recorded(program, work, groups))
         return
     row = program.row(groups)
     table = np.array([0] * kernels.MOST_MOVING + row)  # in no torch mode or default device
@@ -202,29 +176,20 @@ def run(program: Program, work: int, *groups: Group) -> None:
 
 def run_rows(table: int, width: int, rows: int, *, work: int, memory: int, call: int = 0) -> None:
     """Run the rows of a table on enough threads for `work` values, each with this much memory."""
-
-    def launch(threads: int) -> None:
-        function = kernels.run_here if threads < 2 else kernels.run_parallel
-        runner = compiled.runners.get(function) or compiled.runner(function)
-        runner(table, width, rows, threads, _workspace.address(threads * memory), call)
-
-    divide(work, launch)
-
-
-def divide(work: int, launch: Callable[[int], None]) -> None:
-    """Launch on enough threads for `work` values."""
     threads = work // _VALUES_PER_THREAD
     if threads > 1:
         threads = min(threads, torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if threads < 2 or not parallel.enter():
-        launch(1)
+        run_here = compiled.of(compilation.compile_runner, kernels.run_here)
+        run_here(table, width, rows, 1, _workspace.address(memory), call)
         return
     try:
+        run_parallel = compiled.of(compilation.compile_runner, kernels.run_parallel)
         previous = numba.get_num_threads()
         if previous != threads:
             numba.set_num_threads(threads)
         try:
-            launch(threads)
+            run_parallel(table, width, rows, threads, _workspace.address(threads * memory), call)
         finally:
             if previous != threads:
                 numba.set_num_threads(previous)

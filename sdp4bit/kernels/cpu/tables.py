@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from sdp4bit.kernels.cpu import kernels, tiles
-from sdp4bit.kernels.cpu.parameters import DequantizeRows
+from sdp4bit.kernels.cpu.parameters import DequantizeRows, Key
 from sdp4bit.kernels.cpu.programs import Recorded, recording, run_rows
 from sdp4bit.quantization.checksum import signed64
-from sdp4bit.quantization.random import KeySeries, KeySource, RoundingKey
+from sdp4bit.quantization.random import KeySeries
 from sdp4bit.quantization.tables import Call, View
 
 _MOVED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -45,9 +45,7 @@ class PackedTable:
             if isinstance(each.arguments.get("dither"), KeySeries)
         }
         """Memory for the keys of pieces, by the index of their call."""
-        recorded = [
-            (i, one) for i, each in enumerate(calls) for one in self._record(each, each.bind(0, tensors))
-        ]
+        recorded = [(i, one) for i in range(len(calls)) for one in self._recorded(i, 0, tensors)]
         self._work = sum(one.work for _, one in recorded)
         self._memory = max(one.program.memory for _, one in recorded)
         rows = [self._row(i, one, self._head(i, one, tensors)) for i, one in recorded]
@@ -59,15 +57,10 @@ class PackedTable:
         self._address = self._table.ctypes.data
         self._addresses = struct.Struct(f"{len(tensors)}q")
 
-    def _record(self, call: Call, arguments: dict[str, Any]) -> list[Recorded]:
-        """Return the calls of kernels that an operator would make."""
-        first, *others = arguments.items()
-        recording.calls = calls = list[Recorded]()
-        try:
-            self._operators[call.operator](first[1], **dict(others))
-        finally:
-            recording.calls = None
-        return calls
+    def _recorded(self, index: int, number: int, tensors: Sequence[Tensor]) -> list[Recorded]:
+        """Return the calls of kernels that the operator of a call makes in a run."""
+        call = self._calls[index]
+        return recording.of(self._operators[call.operator], call.bind(number, tensors))
 
     def run(self, call: int, tensors: Sequence[Tensor]) -> None:
         """See :class:`sdp4bit.quantization.tables.Packed`."""
@@ -87,13 +80,13 @@ class PackedTable:
         # The last key is that of received messages, the one before it that of sent ones.
         sources: list[int] = []
         if flags.rounding != tiles.NEAREST:
-            sources += (len(first), *_signed(call.sources["rounding"]), 0, 0)
+            sources += (len(first), *_source(call, "rounding"), 0, 0)
         if index in self._keys:
             series, place = call.arguments["dither"], self._keys[index]
-            sources += (place.data_ptr(), *_signed(call.sources["dither"]), len(place), signed64(series.step))
+            sources += (place.data_ptr(), *_source(call, "dither"), len(place), signed64(series.step))
         elif flags.is_dither:
-            column = len(first) + (len(keys) - 1) * len(RoundingKey._fields)
-            sources += (column, *_signed(call.sources["dither"]), 0, 0)
+            column = len(first) + (len(keys) - 1) * len(Key._fields)
+            sources += (column, *_source(call, "dither"), 0, 0)
         moved += [-1, 0, 0] * (kernels.MOST_MOVED - len(moved) // 3)
         sources += [-1, *[0] * 6] * (2 - len(sources) // 7)
         return [*moved, *sources]
@@ -111,23 +104,21 @@ class PackedTable:
         """See :class:`sdp4bit.quantization.tables.Packed`."""
         rows = iter(self._table[kernels.MOST_MOVING :].reshape(-1, self._width).tolist())
         for index, each in enumerate(self._calls):
-            arguments = each.bind(call, tensors)
-            for one in self._record(each, arguments):
+            for one in self._recorded(index, call, tensors):
                 row = next(rows)
-                head = row[2 : kernels.HEAD_WORDS]
-                expected = self._row(index, one, head)
+                expected = self._row(index, one, row[2 : kernels.HEAD_WORDS])
                 found = row[: len(expected)]
                 found[-2] = 0  # the offset of the working memory
                 if found != expected:
                     raise AssertionError(f"{each.operator}: packed {found}, but {expected} are due")
             if index in self._keys:
-                due = keys_of(arguments["dither"], arguments["pieces"])
+                due = keys_of(each.bind(call, tensors)["dither"], len(self._keys[index]))
                 if not torch.equal(self._keys[index], due):
                     raise AssertionError(f"{each.operator}: keys {self._keys[index]}, but {due} are due")
 
 
-def _signed(source: KeySource) -> Iterator[int]:
-    return map(signed64, source)
+def _source(call: Call, name: str) -> Iterator[int]:
+    return map(signed64, call.arguments[name].source)
 
 
 def keys_of(series: KeySeries, pieces: int) -> Tensor:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -126,9 +126,10 @@ def _launch(
     rows = parts * destinations
     if not tiles * rows:
         return
-    recording = tables.recording.launches
-    if recording is not None:
-        recording.append(tables.Launch(kernel, grid, tensors, numbers, constants, num_warps, registers))
+    if tables.recording.noted is not None:
+        tables.recording.noted.append(
+            tables.Launch(kernel, grid, tensors, numbers, constants, num_warps, registers)
+        )
         return
     device = tensors[-1].device
     programs = _programs(tiles, rows, num_warps, registers, device), parts, destinations
@@ -165,23 +166,14 @@ def pack(calls: Sequence[Call], tensors: Sequence[Tensor]) -> tables.PackedTable
 def _join(calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[tables.Joined]:
     joined = []
     for kind in launches(calls):
-        launching, arguments = list[Call](), list[dict[str, Any]]()
-        tables.recording.launches = found = list[tables.Launch]()
-        try:
-            for each in kind:
-                named = each.bind(0, tensors)
-                first, *others = named.items()
-                globals()[each.operator](first[1], **dict(others))
-                if len(found) > len(launching):  # not without values
-                    launching.append(each)
-                    arguments.append(named)
-        finally:
-            tables.recording.launches = None
+        found = []
+        for each in kind:
+            arguments = each.bind(0, tensors)
+            # None without values.
+            made = tables.recording.of(globals()[each.operator], arguments)
+            found += [(launched, each, arguments) for launched in made]
         if found:
-            programs_of = partial(_programs, device=found[0].tensors[-1].device)
-            joined.append(
-                tables.Joined(found, launching, tensors, arguments=arguments, programs_of=programs_of)
-            )
+            joined.append(tables.Joined(found, tensors, programs_of=_programs))
     return joined
 
 
@@ -506,7 +498,7 @@ def dequantize_reduce_pieces(
         (messages, out),
         (
             *(layout.numel // unit, stride // unit, count, row_blocks, _message_stride(messages), multiplier),
-            *((None, 0) if dither is None else map(signed64, dither)),
+            *((None, 0) if dither is None else map(signed64, dither[:2])),
             *_NO_TABLE,
         ),
         (unit, _unrolled(count), FORMATS[layout.format.name], _group_blocks(layout), slots, hadamard),

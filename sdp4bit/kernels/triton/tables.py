@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from sdp4bit.kernels.triton import sections
 from sdp4bit.quantization.checksum import signed64
 from sdp4bit.quantization.layout import MESSAGE_ALIGNMENT
-from sdp4bit.quantization.tables import Call, View
+from sdp4bit.quantization.tables import Call, Recording, View
 
 _PLACES = {
     "quantize_kernel": {"values": sections.VALUES, "replica": sections.OTHER_VALUES, "out": sections.SENT},
@@ -34,6 +33,8 @@ _PLACES = {
     "reduce_pieces_kernel": {"messages": sections.RECEIVED, "out": sections.VALUES},
 }
 """By kernel, the columns of the places of its tensors."""
+_IN_VALUES = (sections.VALUES.value, sections.OTHER_VALUES.value)
+"""The columns in units of UNIT values; other places are in units of 16 bytes."""
 _STRIDES = {
     "destination_stride": sections.STRIDE,
     "part_stride": sections.OTHER_STRIDE,
@@ -41,6 +42,11 @@ _STRIDES = {
     "piece_stride": sections.STRIDE,
 }
 """The columns of numbers in units of UNIT values."""
+_KEYS = {
+    "rounding": (sections.ROUNDING_KEY.value, "first_block", "row_blocks"),
+    "dither": (sections.DITHER_KEY.value, "first_block_in", "row_blocks_in"),
+}
+"""By argument, the first column of a key, and the numbers before its source."""
 
 
 class Launch(NamedTuple):
@@ -61,13 +67,7 @@ class Launch(NamedTuple):
         return dict(zip(self.kernel.arg_names, given, strict=True))
 
 
-class _Recording(threading.local):
-    """The launches that the calling thread records instead of making them; None if it makes them."""
-
-    launches: list[Launch] | None = None
-
-
-recording = _Recording()
+recording = Recording[Launch]()
 
 
 class Joined:
@@ -75,89 +75,73 @@ class Joined:
 
     def __init__(
         self,
-        launches: Sequence[Launch],
-        calls: Sequence[Call],
+        launches: Sequence[tuple[Launch, Call, dict[str, Any]]],
         tensors: Sequence[Tensor],
         *,
-        arguments: Sequence[dict[str, Any]],
-        programs_of: Callable[[int, int, int, int], int],
+        programs_of: Callable[[int, int, int, int, torch.device], int],
     ) -> None:
-        """Join the launches of calls, which `quantization.tables.launches` returns together.
+        """Join launches.
 
         Args:
-            arguments: the arguments of the calls, with views of the tensors.
+            launches: with their calls, which `quantization.tables.launches` returns together, and with the
+                arguments of these, which have views of the tensors.
             programs_of: the programs for this many tiles and rows, warps and registers.
         """
-        first = launches[0]
-        self.kernel, self.num_warps = first.kernel, first.num_warps
+        first, first_call, _ = launches[0]
+        self.kernel, self.num_warps, device = first.kernel, first.num_warps, first.tensors[-1].device
         # Rows with an odd number of blocks may use more.
-        self.registers = max(each.registers for each in launches)
-        names = {id(value): name for named in arguments for name, value in named.items()}
-        count, columns = len(first.tensors), _PLACES[first.kernel.__name__]
-        self._bases = [self._base(each, names.get(id(each)), calls[0], tensors) for each in first.tensors]
-        numel = "own_numel" if "OWN_UNIT" in first.named else "numel"
-        has_blocks = isinstance(first.named[numel], Tensor)
-        pairs = list(zip(launches, calls, strict=True))
-        places = [self._places(each, columns, names, call) for each, call in pairs]
-        unit_name = "OWN_UNIT" if "OWN_UNIT" in first.named else "UNIT"
-        units = [each.named[unit_name] for each in launches]
-        unit = math.gcd(*units, *(place for row in places for place in row[0]))
+        self.registers = max(each.registers for each, *_ in launches)
+        names = {id(value): name for *_, arguments in launches for name, value in arguments.items()}
+        self._bases = [self._base(each, names.get(id(each)), first_call, tensors) for each in first.tensors]
+        named = first.named
+        unit_name, numel = ("OWN_UNIT", "own_numel") if "OWN_UNIT" in named else ("UNIT", "numel")
+        has_blocks = isinstance(named[numel], Tensor)
+        places = [self._places(each, names, call) for each, call, _ in launches]
+        units = [each.named[unit_name] for each, *_ in launches]
+        unit = math.gcd(*units, *(row.get(column, 0) for row in places for column in _IN_VALUES))
 
         # One row per section, with the programs that share its tiles.
         _, parts, destinations = first.grid
-        tiles = [each.grid[0] for each in launches]
-        total = sum(tiles)
-        per_program = -(-total // programs_of(total, parts * destinations, self.num_warps, self.registers))
-        rows, blocks, at = [], list[Tensor](), 0
-        table_words = len(launches) * sections.WIDTH.value
-        for i, (each, call) in enumerate(pairs):
-            row = [0] * sections.WIDTH.value
-            programs = -(-tiles[i] // per_program)
-            row[sections.FIRST_PROGRAM], row[sections.PROGRAMS] = at, programs
-            at += programs
-            named = each.named
+        total, rows = sum(each.grid[0] for each, *_ in launches), parts * destinations
+        per_program = -(-total // programs_of(total, rows, self.num_warps, self.registers, device))
+        self.words, blocks, at, longest = list[int](), list[Tensor](), 0, 0
+        for (each, call, _), in_row, own_unit in zip(launches, places, units, strict=True):
+            row, given = [0] * sections.WIDTH.value, each.named
+            row[sections.FIRST_PROGRAM], row[sections.PROGRAMS] = at, -(-each.grid[0] // per_program)
+            at += row[sections.PROGRAMS]
             if has_blocks:
-                row[sections.NUMEL.value] = table_words + sum(map(len, blocks))
-                blocks.append(named[numel])
+                length = len(launches) * sections.WIDTH.value + sum(map(len, blocks))
+                blocks.append(given[numel])
             else:
-                row[sections.NUMEL.value] = named[numel] * units[i] // unit
-            row[sections.BLOCKS.value] = named["blocks"]
-            in_values, of_messages = places[i]
-            for column, place in zip((sections.VALUES, sections.OTHER_VALUES), in_values, strict=True):
-                row[column.value] = place // unit
-            for column, place in zip((sections.RECEIVED, sections.SENT), of_messages, strict=True):
-                row[column.value] = place // MESSAGE_ALIGNMENT
-            for name, column in _STRIDES.items():
-                row[column.value] += named.get(name, 0) * units[i] // unit
-            for name, key, suffix in (
-                ("rounding", sections.ROUNDING_KEY.value, ""),
-                ("dither", sections.DITHER_KEY.value, "_in"),
-            ):
-                if name in call.sources:
-                    source = call.sources[name]
-                    numbers = named.get(f"first_block{suffix}", 0), named.get(f"row_blocks{suffix}", 0)
-                    row[key : key + 6] = [*numbers, *map(signed64, source)]
-            rows.append(row)
-        self.words = [word for row in rows for word in row]
+                length = given[numel] * own_unit // unit
+                longest = max(longest, length)
+            row[sections.NUMEL.value], row[sections.BLOCKS.value] = length, given["blocks"]
+            for column, place in in_row.items():
+                row[column] = place // (unit if column in _IN_VALUES else MESSAGE_ALIGNMENT)
+            for name, stride in _STRIDES.items():
+                row[stride.value] += given.get(name, 0) * own_unit // unit
+            for name, (column, *numbers) in _KEYS.items():
+                if (key := call.arguments.get(name)) is not None:
+                    source = map(signed64, key.source)
+                    row[column : column + 6] = [*(given.get(each, 0) for each in numbers), *source]
+            self.words += row
         self.grid = (at, parts, destinations)
-        device = first.tensors[-1].device
         host = torch.tensor(self.words, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._table = torch.empty(len(host) + sum(map(len, blocks)), dtype=torch.int64, device=device)
-        self._table[: len(host)].copy_(host, non_blocking=True)
+        table = torch.empty(len(host) + sum(map(len, blocks)), dtype=torch.int64, device=device)
+        table[: len(host)].copy_(host, non_blocking=True)
         if blocks:
-            torch.cat(blocks, out=self._table[len(host) :])
+            torch.cat(blocks, out=table[len(host) :])
 
         # The arguments that all sections share. `call` is the last number.
-        named = first.named
-        named |= {unit_name: unit, "table": self._table, "sections": len(rows)}
+        named |= {unit_name: unit, "table": table, "sections": len(launches)}
         # The longest section decides the type of lengths.
-        named[numel] = self._table if has_blocks else max(row[sections.NUMEL.value] for row in rows)
+        named[numel] = table if has_blocks else longest
         if "ODD_ROW" in named:
-            named["ODD_ROW"] = any(each.named["ODD_ROW"] for each in launches)
-        given = list(named.values())
-        self._numbers = given[count : count + len(first.numbers)]
-        self._constants = tuple(given[count + len(first.numbers) :])
-        flag = calls[0].arguments.get("nonfinite")
+            named["ODD_ROW"] = any(each.named["ODD_ROW"] for each, *_ in launches)
+        count, end = len(first.tensors), len(first.tensors) + len(first.numbers)
+        self._numbers = list(named.values())[count:end]
+        self._constants = tuple(named.values())[end:]
+        flag = first_call.arguments.get("nonfinite")
         self._flag = flag.tensor if isinstance(flag, View) else None
         self._flag_at = list(named).index("nonfinite") - count if "nonfinite" in named else 0
 
@@ -167,27 +151,23 @@ class Joined:
         view = None if name is None else call.arguments[name]
         return view.tensor if isinstance(view, View) else tensor
 
-    def _places(
-        self, launch: Launch, columns: dict[str, Any], names: dict[int, str], call: Call
-    ) -> tuple[list[int], list[int]]:
-        """Return the places of values, and those of messages in bytes, from the tensors of the launch."""
-        values, messages = [0, 0], [0, 0]
-        for index, tensor in enumerate(launch.tensors):
-            parameter = launch.kernel.arg_names[index]
-            column, base = columns[parameter], self._bases[index]
-            view = call.arguments.get(names.get(id(tensor), ""))
+    def _places(self, launch: Launch, names: dict[int, str], call: Call) -> dict[int, int]:
+        """Return the places of values, and those of messages in bytes, by their columns."""
+        places, columns = {}, _PLACES[launch.kernel.__name__]
+        for tensor, base, parameter in zip(
+            launch.tensors, self._bases, launch.kernel.arg_names, strict=False
+        ):
+            name, column = names.get(id(tensor), "messages"), columns[parameter].value
+            # Without own values or a replica, the kernel gets another tensor that it does not read.
+            if column in _IN_VALUES and name == "messages":
+                continue
+            view = call.arguments.get(name)
             if isinstance(view, View):
-                place = view.offset
+                places[column] = view.offset
             else:
                 assert isinstance(base, Tensor)
-                place = (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
-            if column.value in (sections.VALUES.value, sections.OTHER_VALUES.value):
-                # Without own values or a replica, the kernel gets another tensor that it does not read.
-                is_read = names.get(id(tensor)) not in ("messages", None)
-                values[column.value - sections.VALUES.value] = place if is_read else 0
-            else:
-                messages[column.value - sections.RECEIVED.value] = place
-        return values, messages
+                places[column] = (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
+        return places
 
     def run(self, call: int, tensors: Sequence[Tensor], launch: Callable[..., None]) -> None:
         """Launch for these tensors and the call with this number."""
