@@ -31,19 +31,25 @@ def _read(root: Path, name: str) -> Any:
 
 
 def host_constants(root: Path) -> dict[str, Any]:
-    """Return the host's seconds per group: plain, added by the code that ran on the GPU, and added today."""
+    """Return the host's seconds per group: plain, added by the code that ran on the GPU, and added today.
+
+    The share of merged blocks is the time of groups of several blocks over that of a group per block.
+    """
     result = _read(root, SMALL_MODEL)
     groups = result["workload"]["layers"] + 1  # each block, and the rest
     # The fastest round: slower ones were disturbed by other work on the machine, up to 8 times.
     fastest = {row["strategy"]: row["fastest"] for row in result["rows"]}
     then = (fastest["sdp4bit"] - fastest["fsdp2"]) / groups
-    scale = added_since(_read(root, HOST_TIME))
+    rows = _read(root, HOST_TIME)
+    scale, medians = added_since(rows), rows[-1]["medians"]
     machine = result["machine"]
     return {
         "plain_seconds": fastest["fsdp2"] / groups,
         "added_seconds": then * scale,
         "added_seconds_then": then,
         "scale": scale,
+        "merged_blocks": rows[-1]["merged"],
+        "merged_share": medians["sdp4bit, merged"] / medians["sdp4bit"],
         "machine": f"a virtual machine with {machine['cores']} cores and one {machine['gpu']}",
         "source": f"{SMALL_MODEL} (commit {machine['commit'][:7]}); scale: {HOST_TIME}",
     }

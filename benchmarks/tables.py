@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -298,16 +297,24 @@ class Results:
             "launches_with_biases, memory, peaks, ratios, sizes, predicted-sizes, other-day, "
             "frontier-losses, frontier-seconds and frontier-conditions. Others have one: link-NAME, "
             "box-NAME, loss-STRATEGY, nodes-COUNT, plan-COLUMN-GBIT, nccl-GBIT, ncclslower-GBIT, "
-            "ncclhsdp-GBIT, hostconst-{plain,added}, host-{plain,before,now}"
+            "ncclhsdp-GBIT, hostconst-{plain,added}, host-{plain,before,now,merged,plain-merged}"
         )
 
     def _host_time(self, which: str) -> str:
-        """Return milliseconds per group and step: of plain FSDP2, or added at the first or last commit."""
+        """Return numbers of the layout that was measured last.
+
+        Milliseconds per block and step are those of plain FSDP2, or added by the last commit, or by the one
+        before. Percents are those that merged blocks save, of the library ("merged") or of plain FSDP2.
+        """
         rows = self._read("host_time.json")
-        if which == "plain":
-            return f"{statistics.median(row['medians']['plain FSDP2'] for row in rows) / 1000:.1f}"
-        commit = rows[0 if which == "before" else -1]["commit"]
-        return f"{statistics.median(row['added'] for row in rows if row['commit'] == commit) / 1000:.1f}"
+        *_, before, now = (row for row in rows if row["layout"] == rows[-1]["layout"])
+        if which in ("merged", "plain-merged"):
+            name = "sdp4bit" if which == "merged" else "plain FSDP2"
+            return f"{100 * (1 - now['medians'][f'{name}, merged'] / now['medians'][name]):.0f}"
+        value = {"plain": now["medians"]["plain FSDP2"], "before": before["added"], "now": now["added"]}[
+            which
+        ]
+        return f"{value / 1000:.1f}"
 
     def _gain_over_nccl(self, gbit: int, *, layout: str, over: str, of: str) -> str:
         """Return how many times faster a strategy is, from the ratio of either one over the other."""

@@ -16,6 +16,7 @@ from sdp4bit_lab.common.progress import console
 from sdp4bit_lab.plan.config import ClusterConfig, PlanConfig
 from sdp4bit_lab.plan.costs import Cluster, StepCost
 from sdp4bit_lab.plan.devices import MEMORY_SHARE
+from sdp4bit_lab.plan.host import measured
 from sdp4bit_lab.plan.layout import Range
 from sdp4bit_lab.plan.memory import identifier, parts
 from sdp4bit_lab.plan.step import StepPlan
@@ -159,10 +160,12 @@ def _advice(plan: StepPlan) -> list[str]:
     """Return the remedies if the host is the limit."""
     if not plan.quantized.is_limited_by_host:
         return []
+    saved = 100 * (1 - measured()["host"]["merged_share"])
     return [
         f"the host is the limit: its launches take {_time(plan.quantized.host_seconds)}, longer than the "
         "link and the devices need. More tokens per step help, and fewer, larger groups: "
-        "fully_shard([block1, block2, block3])"
+        f"fully_shard([block1, block2, block3]) saved {saved:.0f} % of the host's time in a measurement, and "
+        f"needs three times the memory for gathered weights: {page('fsdp2#size-of-a-group')}"
     ]
 
 
