@@ -1,7 +1,7 @@
 """CPU time that a training step takes on the host, with and without sdp4bit.
 
-Rank 0 of 2 nodes x 2 trains one model of small blocks in turns: with plain FSDP2 and with sdp4bit, each with
-a parameter group per block and with a group per three blocks ("merged"). The process group is torch's fake
+Rank 0 of 2 nodes x 2 trains one model of small blocks with plain FSDP2 and with sdp4bit, in turns. Each has a
+parameter group per block, or one per three blocks ("merged"). The process group is torch's fake
 one, which transfers nothing, and values are so few that kernels take little of the time. The rest is Python
 and dispatch. The CPU time is that of the thread that trains. Run:
 

@@ -119,7 +119,7 @@ SOURCES = (
         "sdp4bit/collectives/all_reduce.py",
         (f"{PROPERTIES}::test_all_ranks_get_the_sum_of_tensors_that_the_definition_gives",),
         (
-            M('row % self.count if self._rounding == "dither" else row', "row"),
+            M("row % self.count if dither else row", "row"),
             M(
                 "nonfinite += count_nonfinite([*map(",
                 "nonfinite += 0 * count_nonfinite([*map(",
