@@ -15,7 +15,7 @@ from sdp4bit_lab.common.options import parse
 from sdp4bit_lab.plan.chart import gains
 from sdp4bit_lab.plan.config import PROBE_FORMAT, PlanConfig
 from sdp4bit_lab.plan.devices import MEMORY_SHARE
-from sdp4bit_lab.plan.host import host_time
+from sdp4bit_lab.plan.host import host_time, measured
 
 Capture = pytest.CaptureFixture[str]
 PAGE = (Path(__file__).parents[3] / "docs/planning.md").read_text()
@@ -293,11 +293,14 @@ def test_the_host_limits_a_step_and_says_what_helps(capsys: Capture) -> None:
     assert ours["step_seconds"] == pytest.approx(ours["host_seconds"] + ours["agreement_seconds"])
     text = shown(capsys, *SMALL, "--inter-bandwidth", "5")
     assert text.startswith("recommendation: do not enable: ")
-    assert "the host is the limit: its launches take 84.0 ms" in text
+    launches = 1e3 * groups * (host.plain + host.added)
+    assert f"the host is the limit: its launches take {launches:.1f} ms" in text
     assert (
-        "More tokens per step help, and fewer, larger groups: fully_shard([block1, block2, block3])" in text
+        "More tokens per step help, and fewer, larger groups: fully_shard([block1, block2, block3]) saved "
+        f"{100 * (1 - measured()['host']['merged_share']):.0f} % of the host's time in a measurement" in text
     )
-    assert "host: 4.8 ms per parameter group, 1.7 ms more with both directions quantized (measured on" in text
+    more = f"{1e3 * host.added:.2g} ms more with both directions quantized (measured on"
+    assert f"host: 4.8 ms per parameter group, {more}" in text
     # A slow link, or a fast host, is not limited by the host.
     assert "the host is the limit" not in shown(capsys, *SMALL, "--inter-bandwidth", "0.125")
     assert "the host is the limit" not in shown(capsys, *SMALL, "--inter-bandwidth", "5", "--host-ms", "0.1",
