@@ -306,14 +306,13 @@ class Results:
         Milliseconds per block and step are those of plain FSDP2, or added by the last commit, or by the one
         before. Percents are those that merged blocks save, of the library ("merged") or of plain FSDP2.
         """
-        rows = self._read("host_time.json")
+        rows: Any = self._read("host_time.json")
         *_, before, now = (row for row in rows if row["layout"] == rows[-1]["layout"])
         if which in ("merged", "plain-merged"):
             name = "sdp4bit" if which == "merged" else "plain FSDP2"
             return f"{100 * (1 - now['medians'][f'{name}, merged'] / now['medians'][name]):.0f}"
-        value = {"plain": now["medians"]["plain FSDP2"], "before": before["added"], "now": now["added"]}[
-            which
-        ]
+        plain = now["medians"]["plain FSDP2"]
+        value = {"plain": plain, "before": before["added"], "now": now["added"]}[which]
         return f"{value / 1000:.1f}"
 
     def _gain_over_nccl(self, gbit: int, *, layout: str, over: str, of: str) -> str:
