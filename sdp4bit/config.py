@@ -375,6 +375,11 @@ class SDP4BitConfig:
         if self.alerts is not None and self.telemetry is None:
             object.__setattr__(self, "telemetry", TelemetryConfig())
 
+    def rounds_as(self, other: SDP4BitConfig) -> bool:
+        """Return whether both quantize the same way, apart from the seed."""
+        mine, theirs = ((each.weights, each.gradients, each.separate_parameters) for each in (self, other))
+        return mine == theirs
+
     @classmethod
     def preset(cls, name: str) -> SDP4BitConfig:
         """Return the settings of a preset.
@@ -446,8 +451,8 @@ class Auto:
     Attributes:
         candidates: Names of presets, settings, or "plain" (as without sdp4bit), the most exact first. They
             must not differ in seed, telemetry, audit and alerts.
-        choice: Name of the candidate to use, without a search; settings without a name are called
-            "settings 1" by their position. None measures.
+        choice: Name of the candidate to use, without a search; None measures. Settings have the name of the
+            preset that rounds alike, or "settings 3" by their position.
         warmup_steps: Steps before the first block, with the first candidate.
         block_steps: Steps of a block, during which one candidate communicates; at least 4. The first two and
             the last are not timed.
@@ -491,8 +496,11 @@ class Auto:
         for number, each in enumerate(self.candidates, 1):
             if each == PLAIN:
                 named[PLAIN] = None
-            else:
-                named[each if isinstance(each, str) else f"settings {number}"] = as_config(each)
+                continue
+            config = as_config(each)
+            presets = ((name, SDP4BitConfig.preset(name)) for name in PRESETS)
+            name = next((name for name, preset in presets if preset.rounds_as(config)), f"settings {number}")
+            named[each if isinstance(each, str) else name] = config
         return named
 
 
