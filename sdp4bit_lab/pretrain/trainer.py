@@ -365,7 +365,8 @@ def _describe_result(run: Run) -> list[str]:
     auto, fewer, choice = run.loop.model.communication.stats()["auto"], "", list[str]()
     if auto is not None:
         fewer = ", without those of plain FSDP2"
-        choice = [f"auto {'chose' if auto['is_chosen'] else 'has not chosen yet and ends with'} {auto['candidate']}"]
+        verb = "chose" if auto["is_chosen"] else "has not chosen yet and ends with"
+        choice = [f"auto {verb} {auto['candidate']}"]
     elif result.strategy != "baseline":
         fewer = f" ({compression_ratio(result.steps):.2f}x fewer than plain FSDP2)"
     return [
