@@ -524,7 +524,9 @@ def settings_in(settings: SDP4BitConfig | Auto) -> list[SDP4BitConfig]:
     """Return the settings, or those of all candidates that have any, or else settings without effect."""
     if isinstance(settings, SDP4BitConfig):
         return [settings]
-    return [each for each in settings.named().values() if each is not None] or [UNQUANTIZED]
+    named = settings.named()
+    used = named.values() if settings.choice is None else [named[settings.choice]]
+    return [each for each in used if each is not None] or [UNQUANTIZED]
 
 
 def as_config(config: Settings) -> SDP4BitConfig:

@@ -287,6 +287,8 @@ class Search:
         """Go on with the choice of a checkpoint, or search again if it has none of these candidates."""
         if self._auto.choice is not None or len(self.candidates) == 1:
             return
+        if self._is_paused:
+            raise RuntimeError("a state with a choice was loaded inside full_precision(): load it outside")
         number, position = (-1, -1) if state is None else state.tolist()
         chosen = self._names[position] if number == self._fingerprint and position >= 0 else ""
         if chosen in self.candidates:

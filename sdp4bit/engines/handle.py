@@ -452,8 +452,11 @@ class CommHandle(Misused, ABC):
     # -- the choice of settings ----------------------------------------------------------------------------
 
     def _search_among(self, auto: Auto, *, host: ProcessGroup | None) -> Search:
-        """Create the search, begin with its first candidate, and return it; collective over the ranks."""
-        ranks = [] if self._layouts is None else self._layouts.connected()
+        """Create the search, begin with its first candidate, and return it; collective over the job."""
+        assert self._layouts is not None
+        every: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(every, self._copied_over())
+        ranks = self._layouts.connected({ranks for of_rank in every for ranks in of_rank})
         group, handle = host or dist.group.WORLD, cast(CommHandle, weakref.proxy(self))
         assert group is not None
 
@@ -497,6 +500,10 @@ class CommHandle(Misused, ABC):
     def _quantizes(self, config: SDP4BitConfig) -> bool:
         """Return whether these settings would quantize anything; engines with config="auto" override it."""
         raise NotImplementedError
+
+    def _copied_over(self) -> list[tuple[int, ...]]:
+        """Return further ranks that hold copies of parameters, which must round them alike."""
+        return []
 
     def _equip(self) -> None:
         """Give the groups the collectives of the settings; likewise."""

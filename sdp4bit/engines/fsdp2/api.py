@@ -255,6 +255,11 @@ class FSDPCommHandle(CommHandle):
         assert self._layouts is not None
         return unquantized_reasons(group.view, self._layouts, config=config, skipped=self._skipped)
 
+    def _copied_over(self) -> list[tuple[int, ...]]:
+        # Tensor-parallel ranks.
+        params = (param for group in self._state.groups for param in group.view.params)
+        return [*dict.fromkeys(tuple(ranks) for param in params for ranks in param.split_over)]
+
     def _equip(self) -> None:
         """Give the groups the collectives of the settings."""
         config, groups = self.config, self._state.groups
