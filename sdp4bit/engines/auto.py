@@ -34,8 +34,11 @@ class Clock(Protocol):
     def mark(self) -> Any:
         """Return the present point."""
 
+    def has_passed(self, point: Any) -> bool:
+        """Return whether the work before a point is done; never waits."""
+
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two points, both at least a step ago."""
+        """Return the seconds between two points that have passed."""
 
 
 class HostClock:
@@ -43,6 +46,9 @@ class HostClock:
 
     def mark(self) -> float:
         return time.perf_counter()
+
+    def has_passed(self, point: float) -> bool:
+        return True
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
@@ -56,8 +62,10 @@ class DeviceClock:
         event.record()
         return event
 
+    def has_passed(self, point: torch.cuda.Event) -> bool:
+        return point.query()
+
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()  # passed a step ago, unless the host is as far ahead
         return float(start.elapsed_time(end)) / 1000
 
 
@@ -165,10 +173,12 @@ class Search:
         self._marks = list[Any]()  # of this block: its begin, and the end of each step
 
     def _end_block(self) -> None:
-        refusal = self._refusal()
-        seconds = 0.0 if self._in_warmup else self._median(self._clock, self._auto.block_steps - 1)
-        is_refused, seconds = self._agree([bool(refusal), seconds])
-        if is_refused:  # by some rank, so all try again after the next step
+        refusal, last = self._refusal(), self._auto.block_steps - 1
+        # The host may be some steps ahead of a GPU, which it does not wait for.
+        is_measured = self._in_warmup or self._clock.has_passed(self._marks[last])
+        seconds = self._median(self._clock, last) if is_measured and not self._in_warmup else 0.0
+        is_early, seconds = self._agree([bool(refusal) or not is_measured, seconds])
+        if is_early:  # on some rank, so all try again after the next step
             if refusal and not self._has_warned:
                 self._has_warned = True
                 warn_user(f"auto cannot switch yet: {refusal}")

@@ -115,6 +115,57 @@ def test_a_slow_first_step_an_evaluation_and_a_checkpoint_do_not_count() -> None
     assert Trained(seconds).train(83).chosen == "sdp4bit"
 
 
+def test_the_third_to_fifth_of_six_steps_are_timed() -> None:
+    """Step n of a block takes n seconds, or ten times as many with the slow candidates."""
+    found = Trained(lambda name, step: ((step - 12) % 6 + 1) * (1 if name == "sdp4bit" else 10)).train(83)
+    assert found.search.medians() == {"plain": 40.0, "bf16-wire": 40.0, "sdp4bit": 4.0}
+
+
+def test_a_candidate_within_the_spread_of_the_fastest_stays() -> None:
+    """Blocks of sdp4bit take 1 or 1.3 seconds a step in turns, those of bf16-wire always 1.2."""
+    blocks: list[str] = []
+
+    def seconds(name: str, step: int) -> float:
+        if (step - 12) % 6 == 0:
+            blocks.append(name)
+        return {"plain": 5.0, "bf16-wire": 1.2}.get(name, 1.0 if blocks.count(name) % 2 else 1.3)
+
+    assert Trained(seconds).train(83).steps.count("bf16-wire") == 24
+
+
+class OfDevice:
+    """Marks that only this clock takes, as events of a GPU."""
+
+    def __init__(self, host: Any, *, behind: float = 0.0) -> None:
+        self._host, self.behind = host, behind
+
+    def mark(self) -> tuple[str, float]:
+        return "event", self._host.mark()
+
+    def has_passed(self, point: tuple[str, float]) -> bool:
+        return point[1] <= self._host.mark() - self.behind
+
+    def seconds(self, start: tuple[str, float], end: tuple[str, float]) -> float:
+        assert start[0] == end[0] == "event" and self.has_passed(end)
+        return end[1] - start[1]
+
+
+def test_the_search_reads_the_clock_of_the_device_and_the_watch_that_of_the_host() -> None:
+    found = Trained(lambda name, step: {"plain": 3.0, "bf16-wire": 2.0}.get(name, 1.0 if step < 300 else 9.0))
+    found.search._clock = OfDevice(found.search._host)
+    assert found.train(299).chosen == "sdp4bit"
+    assert found.train(280).chosen == "bf16-wire"
+
+
+def test_a_block_goes_on_until_the_device_has_done_its_timed_steps() -> None:
+    """The host is 2.5 steps of a second ahead, so that each block takes two steps more."""
+    found = Trained(by_name(plain=1.0, bf16=1.0, ours=1.0))
+    found.search._clock = OfDevice(found.search._host, behind=2.5)
+    found.train(11 + 8)
+    assert found.steps == ["plain"] * 19 and found.search.candidate == "bf16-wire"
+    assert found.train(11 * 8).chosen == "plain"
+
+
 def test_a_slow_spell_longer_than_a_block_does_not_decide() -> None:
     """It makes two of the fastest candidate's steps slow, and with it all steps of its neighbours."""
     times = by_name(plain=1.0, bf16=0.95, ours=0.8)
@@ -207,6 +258,9 @@ def test_a_rank_that_cannot_switch_delays_all() -> None:
     found.train(20)
     assert set(found.steps) == {"plain"}  # one warning, and no switch
     found.refusal = ""
+    found._maximum = lambda values: [*values[:2], 1.0, *values[3:]]  # of a rank that refuses
+    assert set(found.train(20).steps) == {"plain"}
+    found._maximum = list
     assert found.train(CHOICE_AFTER).chosen == "sdp4bit"
 
 
