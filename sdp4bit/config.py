@@ -452,7 +452,7 @@ class Auto:
         candidates: Names of presets, settings, or "plain" (as without sdp4bit), the most exact first. They
             must not differ in seed, telemetry, audit and alerts.
         choice: Name of the candidate to use, without a search; None measures. Settings have the name of the
-            preset that rounds alike, or "settings 3" by their position.
+            preset that rounds identically, or "settings 3" by their position.
         warmup_steps: Steps before the first block, with the first candidate.
         block_steps: Steps of a block, during which one candidate communicates; at least 4. The first two and
             the last are not timed.

@@ -63,7 +63,7 @@ class DeviceClock:
         return event
 
     def has_passed(self, point: torch.cuda.Event) -> bool:
-        return point.query()
+        return bool(point.query())
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(start.elapsed_time(end)) / 1000
@@ -94,7 +94,7 @@ class Search:
         device: torch.device | None,
         ranks: Sequence[int],
     ) -> None:
-        """Create a search; the engine communicates as `settings` says.
+        """Create a search; the engine communicates by `settings`.
 
         Args:
             candidates: names of those that differ from full precision with this model and layout.
@@ -126,6 +126,8 @@ class Search:
 
     def note_forward(self, module: object) -> None:
         """Note that a module begins a forward of training."""
+        if self.is_chosen and not self._watches:
+            return
         self._forwards[id(module)] += 1
         if self._forwards[id(module)] == PATIENCE and not (self.steps or self.is_chosen):
             warn_user(
@@ -294,7 +296,7 @@ class Search:
         return torch.tensor([self._fingerprint, self._names.index(self.candidate) if self.is_chosen else -1])
 
     def load(self, state: Tensor | None) -> None:
-        """Go on with the choice of a checkpoint, or search again if it has none of these candidates."""
+        """Continue with the choice of a checkpoint, or search again if it has none of these candidates."""
         if self._auto.choice is not None or len(self.candidates) == 1:
             return
         if self._is_paused:
@@ -303,7 +305,7 @@ class Search:
         chosen = self._names[position] if number == self._fingerprint and position >= 0 else ""
         if chosen in self.candidates:
             self._adopt(chosen)
-            self._log(f"auto goes on with {chosen}, the choice of the checkpoint")
+            self._log(f"auto continues with {chosen}, the choice of the checkpoint")
         else:
             self.is_chosen = False
             self._marks.clear()

@@ -502,7 +502,7 @@ class CommHandle(Misused, ABC):
         raise NotImplementedError
 
     def _copied_over(self) -> list[tuple[int, ...]]:
-        """Return further ranks that hold copies of parameters, which must round them alike."""
+        """Return further ranks that hold copies of parameters, which must round them identically."""
         return []
 
     def _equip(self) -> None:
@@ -517,7 +517,7 @@ class CommHandle(Misused, ABC):
         return {} if self._search is None else {"auto": self._search.state()}
 
     def _load_search(self, saved: StateDict) -> None:
-        """Go on with the saved choice; before the rest is loaded, because a switch makes full weights due."""
+        """Continue with the saved choice; before the rest, because a switch makes full weights due."""
         if self._search is not None:
             self._search.load(saved.get("auto"))
 

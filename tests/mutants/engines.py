@@ -118,7 +118,7 @@ SOURCES = (
         (f"{ARRIVAL}::test_ranks_are_connected_through_groups_that_share_some",),
         (
             M("found = {dist.get_rank()}", "found = {0}"),
-            M("for ranks in (*self.shards, *self.replicate)", "for ranks in self.shards"),
+            M("[*self.shards, *self.replicate, *links]", "[*self.shards, *links]"),
         ),
     ),
     Source(
@@ -126,7 +126,7 @@ SOURCES = (
         (f"{DDP}::test_gradients_are_averaged_as_by_plain_ddp", "tests/engines/test_rounding_keys.py"),
         (
             M("number=state.steps,", "number=0,"),
-            M("bucket=index,\n", "bucket=0,\n"),
+            M("bucket=group.index,\n", "bucket=0,\n"),
             M("return self._state.steps + int(self._state.step_pending)", "return self._state.steps"),
             M(
                 "values.mul_(1.0 / size) if is_dense",

@@ -160,7 +160,7 @@ class PretrainConfig:
 
     strategy: StrategyOrAuto | None = None
     """Communication strategy; baseline is plain FSDP2. auto measures plain FSDP2, bf16-wire and sdp4bit in
-    the first steps, and goes on with the fastest. The paper trained 125M to 6.7B parameters with 4 bits, as
+    the first steps, and continues with the fastest. The paper trained 125M to 6.7B parameters with 4 bits, as
     sdp4bit has; fewer bits (w2, w3, g2, g3) are not tested at these sizes. Default: sdp4bit, unless
     --quantized-weights or --quantized-gradients is given."""
     seed: int = 1234
