@@ -12,6 +12,7 @@ again. The cell "2x1-fsdp2-change" changes the rate of a link during the run, fr
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -33,8 +34,8 @@ CELLS = [
 ROUNDS = 5
 NOTE = (
     "A GPT of 13.8 million parameters, 128 tokens per rank and step, on emulated links over gloo. `steps` "
-    "and `seconds` are those until the choice, with `warmup_steps=4`. Speeds are medians of 5 rounds, in which "
-    "all settings take steps in turns."
+    "and `seconds` are those until the choice, with `warmup_steps=4`. Speeds are medians of 5 rounds, "
+    "in which all settings take steps in turns."
 )
 
 
@@ -156,7 +157,7 @@ def run_cell(name: str) -> dict[str, Any]:
             turn = names[number % 4 :] + names[: number % 4]
             for each, times in cell.ask(time=turn).items():
                 seconds[each].append(times)
-        medians = {n: statistics.median(sum(blocks, [])) for n, blocks in seconds.items()}
+        medians = {n: statistics.median(itertools.chain(*blocks)) for n, blocks in seconds.items()}
         # Ratios of the same round, because the machine's speed drifts.
         per_round = {n: [statistics.median(block) for block in blocks] for n, blocks in seconds.items()}
         best = min(names[:3], key=medians.__getitem__)
