@@ -268,7 +268,7 @@ class FSDPCommHandle(CommHandle):
             weights.unquantized_reason, gradients.unquantized_reason, gradients.unquantized_sum_reason = (
                 self._reasons(group, config)
             )
-            gradients.separate_parameters = config.separate_parameters
+            group.separate_parameters = gradients.separate_parameters = config.separate_parameters
             if config.weights is not None and not weights.unquantized_reason:
                 sections = group.view.weight_sections(
                     unit=config.weights.group_size, separate=config.separate_parameters
