@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -30,8 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sdp4bit
 from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig
-from sdp4bit.collectives.scratch import Scratch
-from sdp4bit.collectives.transport import start_all_to_all
 from sdp4bit_lab.common import strategies
 from sdp4bit_lab.pretrain.model.cards import ModelShape
 from sdp4bit_lab.pretrain.model.gpt import GPT, Block
@@ -194,38 +192,6 @@ class TrainingStep:
         return None if self._sent_bytes is None else self._sent_bytes()
 
 
-class Bf16ReduceScatter:
-    """FSDP2's reduce-scatter as a pairwise exchange of bf16 rows, summed in fp32."""
-
-    def __init__(self, scratch: Scratch, cluster: Cluster) -> None:
-        self._scratch = scratch
-        self._cluster = cluster
-        self.inter_bytes = 0
-        """Bytes sent to other nodes so far."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Write this rank's row of the mean or sum of `input_tensor` [ranks * n] into `output_tensor` [n]."""
-        ranks, device = group.size(), input_tensor.device
-        sent = input_tensor.view(ranks, -1)
-        row_bytes = sent[0].nbytes
-        received = self._scratch.messages("rows", ranks, row_bytes, device=device).view(sent.dtype)
-        start_all_to_all(received, sent, group).wait()
-        total = torch.sum(received, 0, dtype=torch.float32)
-        output_tensor.copy_(total.div_(ranks) if op == dist.ReduceOp.AVG else total)
-        self.inter_bytes += row_bytes * (self._cluster.ranks - self._cluster.ranks_per_node)
-
-
 def device() -> torch.device:
     """Return the device of this rank's model: the GPU that all ranks share, or the CPU."""
     return torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
@@ -314,18 +280,6 @@ def training_step_of_fsdp2(
         return TrainingStep(model, workload=workload, sent_bytes=_counted(comm, share))
 
     return build
-
-
-def _fair_bf16(workload: Workload, cluster: Cluster) -> TrainingStep:
-    model = shard(build_model(workload), reduce_dtype=torch.bfloat16)
-    config = SDP4BitConfig(weights=FULL_WEIGHTS, gradients=None)
-    comm = sdp4bit.quantize_communication(model, topology=1, config=config)
-    reduction = Bf16ReduceScatter(Scratch(), cluster)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(reduction)
-    weight_bytes = _counted(comm, _crossing(cluster))
-    return TrainingStep(model, workload=workload, sent_bytes=lambda: weight_bytes() + reduction.inter_bytes)
 
 
 def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -419,7 +373,7 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], TrainingStep]] = {
     "fsdp2": stock_fsdp2(torch.float32),
     "fsdp2-bf16": stock_fsdp2(torch.bfloat16),
     "fair": training_step_of_fsdp2(_FULL, levels=1),
-    "fair-bf16": _fair_bf16,
+    "fair-bf16": training_step_of_fsdp2(preset_of("bf16-wire"), levels=1),
     "hierarchical": training_step_of_fsdp2(_FULL),
     "ddp": training_step_of_ddp(None),
     **{f"ddp-{hook}": training_step_of_ddp(hook) for hook in ("bf16", "powersgd", "sdp4bit")},

@@ -40,6 +40,7 @@ from benchmarks.plan_constants import constants_text, host_constants
 from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table
 from benchmarks.planned_jobs import jobs_page, reported_section
 from benchmarks.speed_tables import (
+    auto_table,
     cluster_results,
     cluster_section,
     draw_step_times,
@@ -284,6 +285,8 @@ class Results:
         if name in ("launches", "launches_with_biases"):
             result = self._read("launches.json")
             return f"{sum(result[name].values()) / result['groups']:.0f}"
+        if name == "auto":
+            return auto_table(self._study("auto"))
         if name in FRONTIER:
             return FRONTIER[name](self.frontier)
         if kind == "host":
@@ -294,7 +297,7 @@ class Results:
             return size_table(self._study("size_law"), predicted=name != "sizes")
         raise ValueError(
             f"<!-- result {name} --> names no result. Those without a detail are launches, "
-            "launches_with_biases, memory, peaks, ratios, sizes, predicted-sizes, other-day, "
+            "launches_with_biases, memory, peaks, ratios, sizes, predicted-sizes, other-day, auto, "
             "frontier-losses, frontier-seconds and frontier-conditions. Others have one: link-NAME, "
             "box-NAME, loss-STRATEGY, nodes-COUNT, plan-COLUMN-GBIT, nccl-GBIT, ncclslower-GBIT, "
             "ncclhsdp-GBIT, hostconst-{plain,added}, host-{plain,before,now,merged,plain-merged}"

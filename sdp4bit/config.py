@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from sdp4bit.quantization.formats import BLOCK, INT4, LEAST_CLIP, Bits, choices, format_of
 
@@ -374,6 +375,11 @@ class SDP4BitConfig:
         if self.alerts is not None and self.telemetry is None:
             object.__setattr__(self, "telemetry", TelemetryConfig())
 
+    def rounds_as(self, other: SDP4BitConfig) -> bool:
+        """Return whether both quantize the same way, apart from the seed."""
+        mine, theirs = ((each.weights, each.gradients, each.separate_parameters) for each in (self, other))
+        return mine == theirs
+
     @classmethod
     def preset(cls, name: str) -> SDP4BitConfig:
         """Return the settings of a preset.
@@ -430,20 +436,118 @@ class SDP4BitConfig:
         return presets[name]
 
 
-def as_config(config: SDP4BitConfig | str | None) -> SDP4BitConfig:
-    """Return the settings for settings, the name of a preset, or None (the default).
+UNQUANTIZED = SDP4BitConfig(weights=None, gradients=None, audit=None)
+PLAIN = "plain"
+"""Name of the candidate that communicates as without sdp4bit."""
+
+
+@_suggests_names
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """Choice between settings by the time of training steps (docs/auto.md); FSDP2 and DDP.
+
+    All steps train the model. The defaults take at most 83 steps until the choice.
+
+    Attributes:
+        candidates: Names of presets, settings, or "plain" (as without sdp4bit), the most exact first. They
+            must not differ in seed, telemetry, audit and alerts.
+        choice: Name of the candidate to use, without a search; None measures. Settings have the name of the
+            preset that rounds identically, or "settings 3" by their position.
+        warmup_steps: Steps before the first block, with the first candidate.
+        block_steps: Steps of a block, during which one candidate communicates; at least 4. The first two and
+            the last are not timed.
+        rounds: Blocks of each candidate, in turns. After the second one a candidate drops out whose blocks
+            all were more than 10 % slower than all those of the fastest.
+        recheck_steps: Steps from a choice to the next search; None keeps the first choice. If not None, a
+            search also follows when the median step takes a fifth more or less for 100 steps.
+    """
+
+    candidates: tuple[str | SDP4BitConfig, ...] = (PLAIN, "bf16-wire", "sdp4bit")
+    choice: str | None = None
+    warmup_steps: int = 10
+    block_steps: int = 6
+    rounds: int = 4
+    recheck_steps: int | None = 10_000
+
+    def __post_init__(self) -> None:
+        if isinstance(self.candidates, str) or not isinstance(self.candidates, Sequence):
+            raise ValueError(f"auto.candidates={self.candidates!r} must be a list of presets or settings")
+        object.__setattr__(self, "candidates", tuple(self.candidates))
+        named = self.named()
+        if not named or len(named) < len(self.candidates):
+            raise ValueError(f"auto.candidates={self.candidates!r} must be different, and at least one")
+        if self.choice is not None and self.choice not in named:
+            raise ValueError(f"auto.choice={self.choice!r} is unknown: use one of {', '.join(named)}")
+        _check_at_least("auto.warmup_steps", self.warmup_steps, 0)
+        _check_at_least("auto.block_steps", self.block_steps, 4)
+        _check_at_least("auto.rounds", self.rounds, 1)
+        if self.recheck_steps is not None:
+            _check_at_least("auto.recheck_steps", self.recheck_steps, 1)
+        for name in ("seed", "telemetry", "audit", "alerts"):
+            values = {repr(getattr(each, name)) for each in named.values() if each is not None}
+            if len(values) > 1:
+                raise ValueError(
+                    f"auto.candidates differ in {name} ({', '.join(sorted(values))}): make it equal"
+                )
+
+    def named(self) -> dict[str, SDP4BitConfig | None]:
+        """Return the candidates by name; None communicates as without sdp4bit."""
+        named: dict[str, SDP4BitConfig | None] = {}
+        for number, each in enumerate(self.candidates, 1):
+            if each == PLAIN:
+                named[PLAIN] = None
+                continue
+            config = as_config(each)
+            presets = ((name, SDP4BitConfig.preset(name)) for name in PRESETS)
+            name = next((name for name, preset in presets if preset.rounds_as(config)), f"settings {number}")
+            named[each if isinstance(each, str) else name] = config
+        return named
+
+
+Settings: TypeAlias = SDP4BitConfig | Auto | str | None
+"""Settings, the name of a preset, "auto", or None for the default."""
+
+
+def as_settings(config: Settings) -> SDP4BitConfig | Auto:
+    """Return the settings, or the choice between some, for an argument of users.
 
     Raises:
         ValueError: the preset is unknown.
         TypeError: the argument is none of these.
     """
+    if isinstance(config, Auto):
+        return config
+    return Auto() if config == "auto" else as_config(config)
+
+
+def settings_in(settings: SDP4BitConfig | Auto) -> list[SDP4BitConfig]:
+    """Return the settings, or those of all candidates that have any, or else settings without effect."""
+    if isinstance(settings, SDP4BitConfig):
+        return [settings]
+    named = settings.named()
+    used = named.values() if settings.choice is None else [named[settings.choice]]
+    return [each for each in used if each is not None] or [UNQUANTIZED]
+
+
+def as_config(config: Settings) -> SDP4BitConfig:
+    """Return the settings for settings, the name of a preset, or None (the default).
+
+    Raises:
+        ValueError: the preset is unknown, or the settings are to be chosen.
+        TypeError: the argument is none of these.
+    """
     if config is None:
         return SDP4BitConfig()
+    if config == "auto" or isinstance(config, Auto):
+        raise ValueError(
+            f"config={config!r} measures training steps to choose settings, which needs FSDP2 or DDP: name "
+            "a preset here"
+        )
     if isinstance(config, str):
         return SDP4BitConfig.preset(config)
     if not isinstance(config, SDP4BitConfig):
         raise TypeError(
             f"config={config!r} has an unsupported type: use an SDP4BitConfig, the name of a preset "
-            f"({', '.join(PRESETS)}), or None for the default"
+            f'({", ".join(PRESETS)}), "auto" with FSDP2 or DDP, or None for the default'
         )
     return config

@@ -25,8 +25,8 @@ from sdp4bit.collectives.weights import Due, agree_on_refreshes
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import build
-from sdp4bit.engines.handle import CommHandle, StateDict, counters_of, load_counters
-from sdp4bit.engines.loading import check_state
+from sdp4bit.engines.handle import CommHandle, StateDict
+from sdp4bit.engines.loading import check_state, counters_of, load_counters
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import layout_reason, one_hop_note, one_node_note
 from sdp4bit.observe.stats import ModelState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TypedDict, TypeVar
 
@@ -69,13 +69,15 @@ class AgreedNodes:
     replicate: dict[tuple[int, ...], Nodes]  # layouts of ranks that hold the same shards (HSDP)
     found: str = ""  # nodes of topology="auto", for a reader
 
-    def connected(self) -> Sequence[int]:
-        """Return this rank and all ranks that share groups with it, directly or through others."""
-        found = {dist.get_rank()}
+    def connected(self, links: Iterable[Sequence[int]] = ()) -> Sequence[int]:
+        """Return this rank and all ranks that share groups with it, directly or through others.
+
+        Args:
+            links: further ranks that belong together; the same on all ranks.
+        """
+        found, links = {dist.get_rank()}, [*self.shards, *self.replicate, *links]
         while joining := [
-            ranks
-            for ranks in (*self.shards, *self.replicate)
-            if not found.isdisjoint(ranks) and not found.issuperset(ranks)
+            ranks for ranks in links if not found.isdisjoint(ranks) and not found.issuperset(ranks)
         ]:
             found.update(*joining)
         return sorted(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -19,6 +19,21 @@ from sdp4bit.config import SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Connections:
+    """Process groups and message buffers, which all settings of a model share."""
+
+    weights: Mapping[tuple[int, ...], Topology]
+    gradients: Mapping[tuple[int, ...], Topology]
+    replicate: Mapping[tuple[int, ...], Topology]
+    host: ProcessGroup | None
+    """The job's ranks for tensors on the CPU, for decisions; None if the default group takes them."""
+    # Weights and gradients are sent on different streams, so each stream has its own buffers and needs no
+    # synchronization to reuse them.
+    weight_scratch: Scratch = field(default_factory=Scratch)
+    gradient_scratch: Scratch = field(default_factory=Scratch)
+
+
 def build(
     groups: Sequence[Group], *, layouts: AgreedNodes, config: SDP4BitConfig, undo: ExitStack
 ) -> ProcessGroup | None:
@@ -31,58 +46,65 @@ def build(
     Returns:
         A process group of the job for tensors on the CPU, for decisions; None if the job's own take them.
     """
-    # 1. Process groups, in the same order on all ranks. Separate ones for weights and gradients, because one
-    # communicator would serialize the gather of a group and the reduction of another.
+    connections = connect(layouts, [config], undo=undo)
+    equip(groups, connections, config=config)
+    return connections.host
+
+
+def connect(layouts: AgreedNodes, configs: Sequence[SDP4BitConfig], *, undo: ExitStack) -> Connections:
+    """Create the process groups that any of these settings needs, on all ranks in the same order."""
+    # Separate ones for weights and gradients, because one communicator would serialize the gather of a group
+    # and the reduction of another.
     shards, replicate = list(layouts.shards.values()), list(layouts.replicate.values())
-    in_one_hop = [replace(each, blocks=1) for each in shards if config.weights]
-    weights = _topologies(in_one_hop, purpose="weights", undo=undo)
-    gradients = _topologies(shards if config.gradients else [], purpose="gradients", undo=undo)
-    over_replicate = _topologies(replicate if config.gradients else [], purpose="replicate", undo=undo)
+    gathers, reduces = any(each.weights for each in configs), any(each.gradients for each in configs)
+    in_one_hop = [replace(each, blocks=1) for each in shards if gathers]
+    return Connections(
+        weights=_topologies(in_one_hop, purpose="weights", undo=undo),
+        gradients=_topologies(shards if reduces else [], purpose="gradients", undo=undo),
+        replicate=_topologies(replicate if reduces else [], purpose="replicate", undo=undo),
+        host=host_group(undo),
+    )
 
-    host = _host_group(undo)
 
-    # 2. Message buffers, shared by all groups. Weights and gradients are sent on different streams, so each
-    # stream has its own buffers and needs no synchronization to reuse them.
-    weight_scratch, gradient_scratch = Scratch(), Scratch()
-
-    # 3. Collectives.
+def equip(groups: Sequence[Group], connections: Connections, *, config: SDP4BitConfig) -> None:
+    """Give groups the collectives of these settings, instead of those that they have; sends nothing."""
     for group in groups:
-        ranks, name = group.view.ranks, group.view.name
-        group.weights.host = host or group.view.process_group
-        if config.weights is not None and not group.weights.unquantized_reason:
-            group.weights.replica = group.weights.make_replica(
-                weights[ranks],
+        ranks, name, weights, gradients = group.view.ranks, group.view.name, group.weights, group.gradients
+        weights.host = connections.host or group.view.process_group
+        weights.replica = gradients.reduction = gradients.all_reduce = None
+        if config.weights is not None and not weights.unquantized_reason:
+            weights.replica = weights.make_replica(
+                connections.weights[ranks],
                 config=config.weights,
-                traffic=group.weights.traffic,
-                scratch=weight_scratch,
+                traffic=weights.traffic,
+                scratch=connections.weight_scratch,
                 name=name,
             )
         if config.gradients is None:
             continue
-        if not group.gradients.unquantized_reason:
-            topology = gradients[ranks]
-            group.gradients.reduction = QuantizedReduceScatter(
+        if not gradients.unquantized_reason:
+            topology = connections.gradients[ranks]
+            gradients.reduction = QuantizedReduceScatter(
                 topology,
                 config=config.gradients,
                 seed=config.seed,
                 rank=topology.row if group.data_rank is None else group.data_rank,
                 bucket=group.index,
-                traffic=group.gradients.traffic,
-                scratch=gradient_scratch,
+                traffic=gradients.traffic,
+                scratch=connections.gradient_scratch,
                 name=name,
             )
-        if group.replicate_layout is not None and not group.gradients.unquantized_sum_reason:
-            group.gradients.all_reduce = QuantizedAllReduce(
-                over_replicate[group.replicate_layout.ranks],
+        if group.replicate_layout is not None and not gradients.unquantized_sum_reason:
+            gradients.all_reduce = QuantizedAllReduce(
+                connections.replicate[group.replicate_layout.ranks],
                 config=config.gradients,
                 seed=config.seed,
                 ranks=group.replicate_data_ranks,
                 bucket=len(groups) + group.index,
-                traffic=group.gradients.all_reduce_traffic,
-                scratch=gradient_scratch,
+                traffic=gradients.all_reduce_traffic,
+                scratch=connections.gradient_scratch,
                 name=name,
             )
-    return host
 
 
 def _topologies(
@@ -94,7 +116,8 @@ def _topologies(
     return topologies
 
 
-def _host_group(undo: ExitStack) -> ProcessGroup | None:
+def host_group(undo: ExitStack) -> ProcessGroup | None:
+    """Create the job's process group for tensors on the CPU, if the default group takes none."""
     group = create_host_group(purpose="decisions")
     if group is not None:
         undo.callback(_destroy, group)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from sdp4bit.collectives.topology import TopologySpec
-from sdp4bit.config import SDP4BitConfig
+from sdp4bit.config import Settings
 from sdp4bit.engines.fsdp2 import api as fsdp2
 from sdp4bit.engines.handle import CommHandle
 
@@ -20,7 +20,7 @@ ADAPTERS = "sdp4bit.engines"
 
 def quantize_communication(
     model: nn.Module | Sequence[nn.Module] | Any,
-    config: SDP4BitConfig | str | None = None,
+    config: Settings = None,
     *,
     topology: TopologySpec = "auto",
     skip: Collection[str] | Callable[[str], bool] | None = None,

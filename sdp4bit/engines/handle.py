@@ -7,8 +7,9 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.group import Group
-from sdp4bit.config import AuditConfig, SDP4BitConfig
+from sdp4bit.collectives.host import all_reduce_on_host
+from sdp4bit.config import UNQUANTIZED, AuditConfig, Auto, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.arrival import checked_on_all_ranks
-from sdp4bit.engines.loading import check_state, load_checkpoint
+from sdp4bit.engines.auto import Search
+from sdp4bit.engines.loading import load_checkpoint
 from sdp4bit.engines.misuse import Misused
 from sdp4bit.engines.muon import is_muon, muon_warning
 from sdp4bit.engines.owned_hooks import end_with
@@ -37,36 +40,6 @@ from sdp4bit.traffic import format_bytes
 from sdp4bit.warn import warn_user
 
 StateDict = dict[str, Any]  # checkpoint state of a model's communication
-
-
-def counters_of(state: ModelState, *, version: int) -> StateDict:
-    """Return the states of all groups, the same on all ranks: counters and the refreshes that are due."""
-    return {
-        "format_version": version,
-        "steps": state.steps,
-        "groups": [group.state() for group in state.groups],
-    }
-
-
-def check_counters(state: ModelState, saved: StateDict, *, owner: str, version: int) -> None:
-    """Raise ValueError unless these are counters of `counters_of` for this model."""
-    check_state(saved, owner=owner, version=version, keys=("steps", "groups"))
-    if len(saved["groups"]) != len(state.groups):
-        raise ValueError(
-            f"the state is of {len(saved['groups'])} parameter groups, but the model has {len(state.groups)}"
-        )
-
-
-def load_counters(state: ModelState, saved: StateDict, *, owner: str, version: int) -> None:
-    """Continue from counters of `counters_of`, as numbers or as tensors.
-
-    Raises:
-        ValueError: these are no such counters or not of this model; nothing is changed.
-    """
-    check_counters(state, saved, owner=owner, version=version)
-    state.steps = int(saved["steps"])
-    for group, own in zip(state.groups, saved["groups"], strict=True):
-        group.load({name: int(value) for name, value in own.items()})
 
 
 class CommHandle(Misused, ABC):
@@ -89,6 +62,7 @@ class CommHandle(Misused, ABC):
             layouts: those that the ranks have agreed on; None for none yet.
         """
         self.config = config
+        self._alert_config = config.alerts
         self._state = state
         state.silence_reasons = self._silence_reasons
         self._optimizers = self._watch_optimizers()
@@ -98,7 +72,8 @@ class CommHandle(Misused, ABC):
         self._removed = False
         self._last_stats: tuple[Stats, list[GroupStats]] | None = None
         """The statistics at the removal."""
-        self._is_quantized = True
+        self._is_quantized = True  # not inside `full_precision()`, nor with the candidate "plain"
+        self._search: Search | None = None  # with config="auto"
         self._awaits_muon = True
         self._without_advice: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._installed = ExitStack()  # undoes the installation of the groups
@@ -147,11 +122,12 @@ class CommHandle(Misused, ABC):
             watched: the groups with alerts.
             where: see `Alerts`.
         """
-        self._engine, config = engine, self.config.alerts
+        self._engine, config = engine, self._alert_config
         if config is not None:
             self._alerts = Alerts(watched, config=config, telemetry=self._state.telemetry, where=where)
         undo.callback(self._installed.close)
-        self._install_groups()
+        if self._is_quantized:
+            self._install_groups()
         undo.callback(engine.on_step(self._after_step))
 
     def _install_groups(self) -> None:
@@ -287,13 +263,15 @@ class CommHandle(Misused, ABC):
         if self._removed:
             return "removed: the model communicates as without sdp4bit"
         if not self._is_quantized:
-            return "inside full_precision(): the model communicates as without sdp4bit"
+            why = "inside full_precision()" if self._search is None else str(self._search)
+            return wrapped(f"{why}: the model communicates as without sdp4bit")
         state = self._state
         table = render([row_of(group, state.traffic_of(group)) for group in state.groups], full=full)
         hint = self._hint if state.groups and (state.steps or state.step_pending) else ""
         hint = state.silence or hint
         found = self._layouts.found if self._layouts is not None else ""
-        return "\n".join([table, *(wrapped(text) for text in (found, self._note, hint) if text)])
+        choice = "" if self._search is None else str(self._search)
+        return "\n".join([table, *(wrapped(text) for text in (found, self._note, choice, hint) if text)])
 
     def stats(self) -> Stats:
         """Return the bytes that this rank sent and the error of quantization; cheap, never waits.
@@ -316,10 +294,14 @@ class CommHandle(Misused, ABC):
             gradients.
             "nonfinite_groups": quantization groups of the gradients that reached this rank with a NaN or an
             infinity, in all steps since the measured one before; None if no step was measured.
+            "auto": with `config="auto"` the candidate that communicates, whether it is chosen, and the median
+            seconds of a step with each; otherwise None.
         """
         if self._last_stats is not None:
             return self._last_stats[0]
-        return self._state.stats()
+        stats = self._state.stats()
+        stats["auto"] = None if self._search is None else self._search.choosing()
+        return stats
 
     def log_values(self, *, full: bool = False) -> dict[str, float]:
         """Return this rank's statistics as a flat dictionary for a log; cheap, never waits.
@@ -407,8 +389,11 @@ class CommHandle(Misused, ABC):
             if repeats < 1:
                 raise ValueError(f"time_steps needs at least 1 repeat, got repeats={repeats}")
             self._check_switch()
+            if self._search is not None and not self._search.is_chosen:
+                raise RuntimeError('time_steps was called while config="auto" measures: read explain() later')
             if not self._is_quantized:
-                raise RuntimeError("time_steps was called inside full_precision(): call it outside")
+                where = "inside full_precision()" if self._search is None else "while quantization is off"
+                raise RuntimeError(f"time_steps was called {where}: call it outside")
         return time_steps(
             step, repeats=repeats, full_precision=self.full_precision, device=self._state.device
         )
@@ -428,17 +413,16 @@ class CommHandle(Misused, ABC):
         """
         self._check_attached()
         self._check_switch()
-        if not self._is_quantized:
-            yield
-            return
-        self._switch()
-        self._state.counts_steps, self._state.expects_silence = False, True
-        try:
-            yield
-        finally:
-            self._state.counts_steps, self._state.expects_silence = True, False
-            if self.is_attached:
-                self._switch()
+        with nullcontext() if self._search is None else self._search.paused():
+            if not self._is_quantized:
+                yield
+                return
+            self._switch()
+            try:
+                yield
+            finally:
+                if self.is_attached:
+                    self._switch()
         if self.is_attached:
             self._check_left()
 
@@ -458,8 +442,84 @@ class CommHandle(Misused, ABC):
             self._installed.close()
         else:
             self._install_groups()
-        self._is_quantized = not self._is_quantized
+        self._set_quantized(not self._is_quantized)
         self.resync()  # plain steps have changed the main weights
+
+    def _set_quantized(self, is_quantized: bool) -> None:
+        self._is_quantized = self._state.counts_steps = is_quantized
+        self._state.expects_silence = not is_quantized
+
+    # -- the choice of settings ----------------------------------------------------------------------------
+
+    def _search_among(self, auto: Auto, *, host: ProcessGroup | None) -> Search:
+        """Create the search, begin with its first candidate, and return it; collective over the job."""
+        assert self._layouts is not None
+        every: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(every, self._copied_over())
+        ranks = self._layouts.connected({ranks for of_rank in every for ranks in of_rank})
+        group, handle = host or dist.group.WORLD, cast(CommHandle, weakref.proxy(self))
+        assert group is not None
+
+        def maximum(values: Sequence[float]) -> Sequence[float]:
+            agreed = torch.tensor(values, dtype=torch.float64)
+            what = 'agreement of config="auto"'
+            all_reduce_on_host(agreed, group, ranks=ranks, op=dist.ReduceOp.MAX, what=what)
+            return agreed.tolist()
+
+        named = auto.named()
+        useful = maximum([each is None or self._quantizes(each) for each in named.values()])
+        names = [name for name, is_useful in zip(named, useful, strict=True) if is_useful]
+        search = Search(
+            auto,
+            [auto.choice] if auto.choice is not None else names or [*named][:1],
+            use=partial(type(self)._use, handle),
+            refusal=partial(type(self)._refusal, handle),
+            maximum=maximum,
+            device=self._state.device,
+            ranks=ranks,
+        )
+        self._search = search
+        self._set_config(search.settings)
+        return search
+
+    def _use(self, config: SDP4BitConfig | None) -> None:
+        """Communicate by these settings from now on, None: as without sdp4bit; sends nothing."""
+        self._installed.close()
+        self._set_config(config)
+        self._equip()
+        if self._is_quantized:
+            self._install_groups()
+        if self._alerts is not None:
+            self._alerts.watch(self._state.groups, telemetry=self._state.telemetry)
+        self.resync()
+
+    def _set_config(self, config: SDP4BitConfig | None) -> None:
+        self.config = UNQUANTIZED if config is None else config
+        self._set_quantized(config is not None)
+
+    def _quantizes(self, config: SDP4BitConfig) -> bool:
+        """Return whether these settings would quantize anything; engines with config="auto" override it."""
+        raise NotImplementedError
+
+    def _copied_over(self) -> list[tuple[int, ...]]:
+        """Return further ranks that hold copies of parameters, which must round them identically."""
+        return []
+
+    def _equip(self) -> None:
+        """Give the groups the collectives of the settings; likewise."""
+        raise NotImplementedError
+
+    def _refusal(self) -> str:
+        """Return why other settings cannot be used at the end of this step, "" if they can; likewise."""
+        return ""
+
+    def _saved_search(self) -> StateDict:
+        return {} if self._search is None else {"auto": self._search.state()}
+
+    def _load_search(self, saved: StateDict) -> None:
+        """Continue with the saved choice; before the rest, because a switch makes full weights due."""
+        if self._search is not None:
+            self._search.load(saved.get("auto"))
 
     def alerts(self) -> list[Alert]:
         """Return the last thousand alerts, oldest first.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sdp4bit.engines.arrival import checked_on_all_ranks
+from sdp4bit.observe.stats import ModelState
 from sdp4bit.warn import warn_user
 
 if TYPE_CHECKING:
@@ -31,6 +32,36 @@ def check_state(state: object, *, owner: str, version: int, keys: Sequence[str])
         raise ValueError(
             f"the state of {owner} has format {found}, but this version of sdp4bit reads {version}"
         )
+
+
+def counters_of(state: ModelState, *, version: int) -> dict[str, Any]:
+    """Return the states of all groups, the same on all ranks: counters and the refreshes that are due."""
+    return {
+        "format_version": version,
+        "steps": state.steps,
+        "groups": [group.state() for group in state.groups],
+    }
+
+
+def check_counters(state: ModelState, saved: dict[str, Any], *, owner: str, version: int) -> None:
+    """Raise ValueError unless these are counters of `counters_of` for this model."""
+    check_state(saved, owner=owner, version=version, keys=("steps", "groups"))
+    if len(saved["groups"]) != len(state.groups):
+        raise ValueError(
+            f"the state is of {len(saved['groups'])} parameter groups, but the model has {len(state.groups)}"
+        )
+
+
+def load_counters(state: ModelState, saved: dict[str, Any], *, owner: str, version: int) -> None:
+    """Continue from counters of `counters_of`, as numbers or as tensors.
+
+    Raises:
+        ValueError: these are no such counters or not of this model; nothing is changed.
+    """
+    check_counters(state, saved, owner=owner, version=version)
+    state.steps = int(saved["steps"])
+    for group, own in zip(state.groups, saved["groups"], strict=True):
+        group.load({name: int(value) for name, value in own.items()})
 
 
 def load_checkpoint(

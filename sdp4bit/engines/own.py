@@ -13,7 +13,8 @@ from sdp4bit.collectives.weights import Due
 from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
 from sdp4bit.engines.agreement import AgreedNodes, ShardedRows, agree
 from sdp4bit.engines.attach import build
-from sdp4bit.engines.handle import CommHandle, StateDict, check_counters, counters_of, load_counters
+from sdp4bit.engines.handle import CommHandle, StateDict
+from sdp4bit.engines.loading import check_counters, counters_of, load_counters
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.explain import layout_reason
 from sdp4bit.observe.stats import ModelState

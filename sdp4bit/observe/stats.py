@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -27,6 +28,16 @@ from sdp4bit.traffic import Traffic
 from sdp4bit.warn import warn_user
 
 
+class Choosing(TypedDict):
+    """State of `config="auto"`, the same on all ranks."""
+
+    candidate: str
+    """Name of the candidate that communicates now."""
+    is_chosen: bool
+    seconds: Mapping[str, float]
+    """Median seconds of a step with each candidate, of those measured in the latest search."""
+
+
 class Stats(Measures):
     """Statistics of an attached model on this rank; see `CommHandle.stats`."""
 
@@ -37,6 +48,7 @@ class Stats(Measures):
     total_compression_ratio: float | None
     full_refreshes: int
     sampled_step: int | None
+    auto: Choosing | None
 
 
 class GroupStats(Measures):
@@ -193,6 +205,7 @@ class ModelState:
             "total_compression_ratio": total.compression_ratio if steps else None,
             "full_refreshes": sum(group.weights.full_refreshes for group in self.groups),
             "sampled_step": self.telemetry.step,
+            "auto": None,
             **total_measures(self.telemetry.squares),
         }
 

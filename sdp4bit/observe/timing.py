@@ -51,9 +51,9 @@ class StepTimes:
     def __str__(self) -> str:
         ratios = self.ratios
         return (
-            f"{_time(self.quantized)} a step with quantization, {_time(self.plain)} without: "
-            f"{self.ratio:.2f}x as fast, {min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} pairs of "
-            "blocks"
+            f"{format_seconds(self.quantized)} a step with quantization, {format_seconds(self.plain)} "
+            f"without: {self.ratio:.2f}x as fast, {min(ratios):.2f} to {max(ratios):.2f} over "
+            f"{len(ratios)} pairs of blocks"
         )
 
 
@@ -98,5 +98,6 @@ def _slowest(ranks: list[list[tuple[float, ...]]]) -> Blocks:
     return tuple(tuple(max(step) for step in zip(*block, strict=True)) for block in blocks)
 
 
-def _time(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Return seconds for people, such as 1.25 s or 81.3 ms."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from sdp4bit.collectives.topology import TopologySpec
-from sdp4bit.config import SDP4BitConfig
+from sdp4bit.config import Settings
 from sdp4bit.engines.fsdp2.api import Skip
 from sdp4bit.engines.handle import CommHandle
 from sdp4bit.trainers import attachment
@@ -28,7 +28,7 @@ def quantize_communication(
     accelerator: Accelerator,
     *,
     model: nn.Module,
-    config: SDP4BitConfig | str | None = None,
+    config: Settings = None,
     topology: TopologySpec = "auto",
     skip: Skip = None,
 ) -> CommHandle:

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.addresses import install
 from sdp4bit.collectives.topology import TopologySpec
-from sdp4bit.config import SDP4BitConfig
+from sdp4bit.config import Settings
 from sdp4bit.engines.arrival import checked_on_all_ranks
 from sdp4bit.engines.ddp.hook import DDPCommState, ddp_comm_hook
 from sdp4bit.engines.fsdp2.api import Skip, quantize_communication
@@ -49,7 +49,7 @@ def attach(
     caller: str,
     switch: str,
     is_ddp: bool = False,
-    config: SDP4BitConfig | str | None = None,
+    config: Settings = None,
     topology: TopologySpec = "auto",
     skip: Skip = None,
 ) -> CommHandle:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from sdp4bit.collectives.topology import TopologySpec
-from sdp4bit.config import SDP4BitConfig, as_config
+from sdp4bit.config import Settings, as_settings
 from sdp4bit.engines.fsdp2.api import Skip
 from sdp4bit.engines.handle import CommHandle
 from sdp4bit.trainers import attachment
@@ -42,7 +42,7 @@ class SDP4BitCallback(TrainerCallback):
 
     def __init__(
         self,
-        config: SDP4BitConfig | str | None = None,
+        config: Settings = None,
         *,
         topology: TopologySpec = "auto",
         skip: Skip = None,
@@ -59,7 +59,7 @@ class SDP4BitCallback(TrainerCallback):
             ValueError: the preset is unknown.
             TypeError: the configuration has an unsupported type.
         """
-        self._config = as_config(config)
+        self._config = as_settings(config)
         self._topology, self._skip = topology, skip
         self._resume_from, self._log_all = resume_from_checkpoint, log_all
         self._model: nn.Module | None = None

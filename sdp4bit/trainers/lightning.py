@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sdp4bit.collectives.topology import TopologySpec
-from sdp4bit.config import SDP4BitConfig, as_config
+from sdp4bit.config import Settings, as_settings
 from sdp4bit.engines.ddp.hook import DDPCommState
 from sdp4bit.engines.fsdp2.api import Skip
 from sdp4bit.engines.handle import CommHandle, StateDict
@@ -37,7 +37,7 @@ class SDP4BitCallback(Callback):
 
     def __init__(
         self,
-        config: SDP4BitConfig | str | None = None,
+        config: Settings = None,
         *,
         topology: TopologySpec = "auto",
         skip: Skip = None,
@@ -52,7 +52,7 @@ class SDP4BitCallback(Callback):
             ValueError: the preset is unknown.
             TypeError: the configuration has an unsupported type.
         """
-        self._config = as_config(config)
+        self._config = as_settings(config)
         self._topology, self._skip, self._log_all = topology, skip, log_all
         self._was_loaded = False
         self._loaded_state: StateDict | None = None  # of DDP

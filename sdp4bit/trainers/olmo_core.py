@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from sdp4bit.collectives.topology import TopologySpec
-from sdp4bit.config import SDP4BitConfig, as_config
+from sdp4bit.config import Settings, as_settings
 from sdp4bit.engines.fsdp2.api import Skip
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.trainers import attachment
@@ -30,7 +30,7 @@ class SDP4BitCallback(Callback):
     bytes and compression to the metrics.
     """
 
-    config: SDP4BitConfig | str | None = None
+    config: Settings = None
     topology: TopologySpec = "auto"
     skip: Skip = None
     log_all: bool = False
@@ -40,7 +40,7 @@ class SDP4BitCallback(Callback):
     _loaded: StateDict | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        as_config(self.config)  # raises for an unknown preset or type
+        as_settings(self.config)  # raises for an unknown preset or type
 
     def post_attach(self) -> None:
         """Attach to the model, which the train module has prepared."""

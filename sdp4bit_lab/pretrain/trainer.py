@@ -362,12 +362,15 @@ def _describe_result(run: Run) -> list[str]:
     losses += [f"validation loss {result.validation_loss:.4f}"] if result.validation else []
     losses += [] if result.test_loss is None else [f"test loss {result.test_loss:.4f}"]
     steps, sent = len(result.steps), sum(step.inter_bytes for step in result.steps)
-    fewer = (
-        f" ({compression_ratio(result.steps):.2f}x fewer than plain FSDP2)"
-        if result.strategy != "baseline"
-        else ""
-    )
+    auto, fewer, choice = run.loop.model.communication.stats()["auto"], "", list[str]()
+    if auto is not None:
+        fewer = ", without those of plain FSDP2"
+        verb = "chose" if auto["is_chosen"] else "has not chosen yet and ends with"
+        choice = [f"auto {verb} {auto['candidate']}"]
+    elif result.strategy != "baseline":
+        fewer = f" ({compression_ratio(result.steps):.2f}x fewer than plain FSDP2)"
     return [
+        *choice,
         f"{steps} steps in {result.seconds:.1f} s, median {1000 * result.step_seconds:.1f} ms; "
         + ", ".join(losses),
         f"inter-node: {format_bytes(result.inter_bytes_per_step)} per step, "

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sdp4bit import (
     AuditConfig,
+    Auto,
     DDPCommState,
     GradientConfig,
     SDP4BitConfig,
@@ -324,6 +325,20 @@ def distributed_data_parallel(*, topology: int | tuple[int, int] = 2) -> None:
     assert state.stats()["steps"] == 3
 
 
+def search() -> None:
+    """Settings change at the end of each block; the device has done a step when the host ends the next."""
+    lossless = SDP4BitConfig(weights=WeightConfig(bits=None, replica="full"), gradients=None)
+    auto = Auto(candidates=("plain", QUANTIZED, lossless), warmup_steps=0, block_steps=4, rounds=1)
+    run = FSDPRun(auto, prepare=prefetch)
+    waits = stream_simulator.running().host_waits
+    for _ in range(14):
+        torch.cuda.synchronize()
+        waits.clear()
+        run.train(1)
+        assert not waits, waits
+    assert len(run.comm.stats()["auto"]["seconds"]) == 3
+
+
 SCENARIOS: dict[str, Callable[[], object]] = {
     "plain FSDP2": lambda: FSDPRun(None).train(3),
     "node replica": lambda: FSDPRun().train(3),
@@ -368,6 +383,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "evaluation": evaluate,
     "telemetry": telemetry,
     "audit": audit,
+    "search": search,
 }
 
 

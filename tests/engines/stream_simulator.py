@@ -114,6 +114,10 @@ class Event:
     def synchronize(self) -> None:
         _sim.host_waits_for(self.clock, "Event.synchronize")
 
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query() and end.query(), "an event has not passed"
+        return 1.0
+
 
 @dataclass(frozen=True)
 class Access:

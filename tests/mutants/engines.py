@@ -12,7 +12,46 @@ USERS = "tests/engines/fsdp2/test_users.py"
 ARRIVAL = "tests/engines/test_arrival.py"
 DDP = "tests/engines/ddp/test_hook.py"
 
+AUTO = "tests/engines/test_auto.py::test_"
+
 SOURCES = (
+    Source(
+        "sdp4bit/engines/auto.py",
+        (f"{AUTO}the_fastest_wins", f"{AUTO}the_third_to_fifth_of_six_steps_are_timed"),
+        (
+            M("UNTIMED_STEPS = 2", "UNTIMED_STEPS = 1"),
+            M("self._auto.block_steps - 1", "self._auto.block_steps"),
+            M("TOLERANCE = 1.02", "TOLERANCE = 1.0"),
+            M("limit = TOLERANCE * min(", "limit = TOLERANCE * max("),
+            M(
+                "limit = DROPPED * max(",
+                "limit = DROPPED * min(",
+                tests=(f"{AUTO}a_candidate_within_the_spread_of_the_fastest_stays",),
+            ),
+            M(
+                "if rounds >= 2:",
+                "if rounds >= 3:",
+                tests=(f"{AUTO}clearly_slower_candidates_drop_out_after_two_rounds",),
+            ),
+            M("if is_early:", "if refusal:", tests=(f"{AUTO}a_rank_that_cannot_switch_delays_all",)),
+            M("self._changed == 2", "self._changed == 1", tests=(f"{AUTO}a_passing_change_does_not",)),
+            M(
+                "self._clock.has_passed(self._marks[last])",
+                "True",
+                tests=(f"{AUTO}a_block_goes_on_until_the_device_has_done_its_timed_steps",),
+            ),
+            M(
+                "            self._is_paused = before\n            self._marks.clear()",
+                "            self._is_paused = before",
+                tests=(f"{AUTO}steps_inside_a_pause_are_left_out_and_the_block_begins_again",),
+            ),
+            M(
+                "if number == self._fingerprint and",
+                "if",
+                tests=(f"{AUTO}a_state_holds_the_choice_for_the_same_candidates",),
+            ),
+        ),
+    ),
     Source(
         "sdp4bit/engines/fsdp2/edits.py",
         (DUE,),
@@ -118,7 +157,7 @@ SOURCES = (
         (f"{ARRIVAL}::test_ranks_are_connected_through_groups_that_share_some",),
         (
             M("found = {dist.get_rank()}", "found = {0}"),
-            M("for ranks in (*self.shards, *self.replicate)", "for ranks in self.shards"),
+            M("[*self.shards, *self.replicate, *links]", "[*self.shards, *links]"),
         ),
     ),
     Source(
@@ -126,7 +165,7 @@ SOURCES = (
         (f"{DDP}::test_gradients_are_averaged_as_by_plain_ddp", "tests/engines/test_rounding_keys.py"),
         (
             M("number=state.steps,", "number=0,"),
-            M("bucket=index,\n", "bucket=0,\n"),
+            M("bucket=group.index,\n", "bucket=0,\n"),
             M("return self._state.steps + int(self._state.step_pending)", "return self._state.steps"),
             M(
                 "values.mul_(1.0 / size) if is_dense",

@@ -24,8 +24,10 @@ from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import Range, take_ranges
 from sdp4bit.collectives.streams import SideStream
 from sdp4bit.collectives.topology import Topology, TopologySpec, create_topologies, destroy_topology
-from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
+from sdp4bit.config import AuditConfig, Auto, SDP4BitConfig, Settings, as_settings, settings_in
 from sdp4bit.engines.agreement import ShardedRows, agree
+from sdp4bit.engines.attach import host_group
+from sdp4bit.engines.auto import check_choice
 from sdp4bit.engines.handle import CommHandle, StateDict
 from sdp4bit.engines.loading import check_state
 from sdp4bit.observe.alerts import Alerts
@@ -106,7 +108,7 @@ class DDPCommState(CommHandle):
         process_group: ProcessGroup | None = None,
         *,
         topology: TopologySpec = "auto",
-        config: SDP4BitConfig | str | None = None,
+        config: Settings = None,
     ) -> None:
         """Create the process groups, now or, without torch.distributed, at the first backward.
 
@@ -125,9 +127,9 @@ class DDPCommState(CommHandle):
             ValueError: the topology or the settings are not supported; the same on every rank.
             TypeError: an argument has an unsupported type; the same on every rank.
         """
-        settings, failure = SDP4BitConfig(), None
+        settings, failure = as_settings(None), None
         try:
-            settings = as_config(config)
+            settings = as_settings(config)
             is_group = process_group is None or isinstance(process_group, ProcessGroup)
             if not is_group and cast(object, process_group) is not dist.GroupMember.NON_GROUP_MEMBER:
                 raise TypeError(
@@ -137,10 +139,12 @@ class DDPCommState(CommHandle):
             if not _has_group():
                 raise
             failure, process_group = caught, None  # raising here would leave the other ranks waiting
-        super().__init__(DDPModelState([], telemetry=settings.telemetry), config=settings, note=_NO_GRADIENTS)
+        config = settings_in(settings)[-1]
+        super().__init__(DDPModelState([], telemetry=config.telemetry), config=config, note=_NO_GRADIENTS)
+        self._settings = settings
         self._undo.callback(self._end)
-        if settings.alerts is not None:
-            self._alerts = Alerts([], config=settings.alerts, telemetry=self._state.telemetry)
+        if config.alerts is not None:
+            self._alerts = Alerts([], config=config.alerts, telemetry=self._state.telemetry)
             self._undo.callback(self._state.on_step(self._alerts.at_step_boundary))
         self._torch_group = self._process_group = process_group
         self._spec = topology
@@ -165,7 +169,7 @@ class DDPCommState(CommHandle):
         rows = ShardedRows(name="the gradients", ranks=ranks, shard_numel=0, dtypes=())
         layouts = agree(
             [rows],
-            settings={"config": self.config},
+            settings={"config": self._settings},
             topology=self._spec,
             failure=failure,
             call="DDPCommState",
@@ -174,11 +178,13 @@ class DDPCommState(CommHandle):
         self._layouts = layouts
         self._topology = create_topologies(list(layouts.shards.values()), purpose="DDP")[ranks]
         self._undo.callback(destroy_topology, self._topology)
-        reason = layout_reason(self.config.gradients, self._topology.layout)
-        self._unquantized_reason = reason
+        self._unquantized_reason = reason = layout_reason(self.config.gradients, self._topology.layout)
         notes = one_node_note([(_NOT_SENT, reason)]), "" if reason else one_hop_note([self._topology.layout])
         for note in filter(None, notes):
             warn_user(note, ranks)
+        if isinstance(self._settings, Auto):
+            self._search_among(self._settings, host=host_group(self._undo))
+            self._equip()
         return self._topology
 
     @property
@@ -208,14 +214,21 @@ class DDPCommState(CommHandle):
         return self._is_quantized and not self._removed
 
     def _average(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        if not self._is_active:
+        if self._removed:
             return self._average_densely(bucket.buffer())
-        if bucket.index() == 0:
-            self._check_model(bucket)
         topology, state, values = self._topology or self._prepare(), self._state, bucket.buffer()
-        if bucket.index() == 0 and state.step_pending:
-            # The last backward ends here, because its measures are complete: DDP has waited for its futures.
-            state.end_step()
+        if bucket.index() == 0:
+            if self._is_quantized:
+                self._check_model(bucket)
+            if self._is_quantized and state.step_pending:
+                # The last backward ends here, because its measures are complete: DDP has waited for its
+                # futures.
+                state.end_step()
+            if self._search is not None:
+                # Not at the optimizer's step, because ranks that have joined take none (torch's `Join`).
+                self._search.end_step()
+        if not self._is_quantized:
+            return self._average_densely(values)
         gradients, plain = self._group_of(bucket, topology).gradients, partial(self._average_densely, values)
         if values.layout != torch.strided:
             values = _shared_part(values, topology.layout.size)
@@ -275,24 +288,43 @@ class DDPCommState(CommHandle):
             created.weights.unquantized_reason = _NOT_SENT
             self._state.watch(created)
             created.gradients.unquantized_reason = Unquantized(Cause.SUMMED_IN_PLACE)
-            created.gradients.unquantized_sum_reason = self._unquantized_reason
-            if self.config.gradients is not None and self._unquantized_reason is None:
-                created.gradients.all_reduce = QuantizedAllReduce(
-                    topology,
-                    config=self.config.gradients,
-                    seed=self.config.seed,
-                    ranks=range(layout.size),
-                    bucket=index,
-                    traffic=created.gradients.all_reduce_traffic,
-                    scratch=self._scratch,
-                    name=f"DDP's bucket {index}",
-                )
+            self._equip_bucket(created)
             self._buckets.append(created)
         group: BucketGroup = self._buckets[index]
         rows, numel = group.view, values.numel()
         self._are_new |= rows.shard_numel != numel
         rows.shard_numel, rows.device, rows.parameters = numel, values.device, bucket.parameters()
         return group
+
+    def _equip_bucket(self, group: BucketGroup) -> None:
+        """Give a bucket the collective of the settings."""
+        gradients, topology = group.gradients, self._topology
+        gradients.unquantized_sum_reason, gradients.all_reduce = self._unquantized_reason, None
+        if self.config.gradients is not None and self._unquantized_reason is None:
+            assert topology is not None
+            gradients.all_reduce = QuantizedAllReduce(
+                topology,
+                config=self.config.gradients,
+                seed=self.config.seed,
+                ranks=range(topology.layout.size),
+                bucket=group.index,
+                traffic=gradients.all_reduce_traffic,
+                scratch=self._scratch,
+                name=f"DDP's bucket {group.index}",
+            )
+
+    def _quantizes(self, config: SDP4BitConfig) -> bool:
+        assert self._topology is not None
+        return config.gradients is not None and layout_reason(config.gradients, self._topology.layout) is None
+
+    def _install_groups(self) -> None:
+        """Do nothing: DDP calls the hook, whatever the settings are."""
+
+    def _equip(self) -> None:
+        assert self._topology is not None
+        self._unquantized_reason = layout_reason(self.config.gradients, self._topology.layout)
+        for group in self._buckets:
+            self._equip_bucket(group)
 
     def _average_densely(self, values: Tensor) -> Future[Tensor]:
         """Average as plain DDP."""
@@ -354,7 +386,7 @@ class DDPCommState(CommHandle):
             )
 
     def _switch(self) -> None:
-        self._is_quantized = not self._is_quantized
+        self._set_quantized(not self._is_quantized)
 
     def _audited(self) -> list[ReplicaCopy]:
         return [
@@ -377,7 +409,8 @@ class DDPCommState(CommHandle):
     def state_dict(self) -> StateDict:
         """Return the step counter of the rounding bits; the same on all ranks."""
         self._check_attached()
-        return {"format_version": torch.tensor(FORMAT_VERSION), "steps": torch.tensor(self.steps)}
+        numbers = {"format_version": torch.tensor(FORMAT_VERSION), "steps": torch.tensor(self.steps)}
+        return numbers | self._saved_search()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks.
@@ -392,6 +425,8 @@ class DDPCommState(CommHandle):
         self._check_attached()
         with self._on_all_ranks("load_state_dict"):
             check_state(state_dict, owner="an sdp4bit.DDPCommState", version=FORMAT_VERSION, keys=("steps",))
+            check_choice(state_dict)
+        self._load_search(state_dict)
         self._state.steps, self._state.step_pending = int(state_dict["steps"]), False
 
 

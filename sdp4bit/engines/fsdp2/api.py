@@ -21,9 +21,10 @@ from sdp4bit.collectives.group import Group
 from sdp4bit.collectives.reasons import Unquantized
 from sdp4bit.collectives.topology import TopologySpec
 from sdp4bit.collectives.weight_replica import WeightReplica
-from sdp4bit.config import AuditConfig, SDP4BitConfig, as_config
+from sdp4bit.config import AuditConfig, Auto, SDP4BitConfig, Settings, as_settings, settings_in
 from sdp4bit.engines.agreement import AgreedNodes, ShardedRows, agree
-from sdp4bit.engines.attach import build
+from sdp4bit.engines.attach import connect, equip
+from sdp4bit.engines.auto import check_choice
 from sdp4bit.engines.fsdp2.checks import (
     PARTIAL_GRADIENTS,
     check_group,
@@ -57,7 +58,7 @@ Skip = Collection[str] | Callable[[str], bool] | None
 
 def quantize_communication(
     model: nn.Module | Sequence[nn.Module],
-    config: SDP4BitConfig | str | None = None,
+    config: Settings = None,
     *,
     topology: TopologySpec = "auto",
     skip: Skip = None,
@@ -68,7 +69,7 @@ def quantize_communication(
             "sdp4bit.quantize_communication needs torch.distributed: call init_process_group first"
         )
     # 1. Inspect this rank's model and settings. An error is raised below, on all ranks.
-    settings, failure = SDP4BitConfig(), None
+    settings, failure = as_settings(None), None
     roots: list[nn.Module] = []
     views: list[FSDPView] = []
     rows: list[ShardedRows] = []
@@ -77,13 +78,14 @@ def quantize_communication(
     unmatched: list[str] = []
     try:
         check_torch_version()
-        settings = as_config(config)
+        settings = as_settings(config)
         roots = local_roots(model)
         views = find_groups(roots)
         patterns = skip_patterns(skip)
         skipped, unmatched = match_skipped(views, skip if callable(skip) else patterns)
         for view in views:
-            check_group(view, config=settings, is_skipped=view.name in skipped)
+            for each in settings_in(settings):
+                check_group(view, config=each, is_skipped=view.name in skipped)
         # All-reduces over the replicate dimension are numbered after the views.
         are_replicated = any(view.is_hybrid for view in views)
         check_numbers(
@@ -118,19 +120,23 @@ def quantize_communication(
         failure, views, rows = caught, [], []
     # 2. Agree with the other ranks, or raise on all of them, before anything is changed.
     is_staged = any(view.staging_comms for view in views)
+
+    def check(layouts: AgreedNodes) -> None:
+        for each in settings_in(settings):
+            check_staging(views, layouts, config=each, skipped=skipped)
+
     layouts = agree(
         rows,
         settings={"config": settings, "skip": "a function" if callable(skip) else patterns},
         topology=topology,
         unmatched=unmatched,
         failure=failure,
-        check=partial(check_staging, views, config=settings, skipped=skipped) if is_staged else None,
+        check=check if is_staged else None,
     )
     if not layouts.shards:
         raise ValueError("sdp4bit.quantize_communication: no rank has passed an FSDP2 model, all passed []")
     # 3. Attach, which creates process views in the same order on all ranks.
-    note = warn_of_layout(views, layouts, config=settings, skipped=skipped)
-    return FSDPCommHandle(roots, views=views, layouts=layouts, config=settings, skipped=skipped, note=note)
+    return FSDPCommHandle(roots, views=views, layouts=layouts, settings=settings, skipped=skipped)
 
 
 class FSDP2:
@@ -206,43 +212,71 @@ class FSDPCommHandle(CommHandle):
         *,
         views: Sequence[FSDPView],
         layouts: AgreedNodes,
-        config: SDP4BitConfig,
+        settings: SDP4BitConfig | Auto,
         skipped: dict[str, Unquantized],
-        note: str,
     ) -> None:
+        configs = settings_in(settings)
         groups = [
             FSDPGroup(
                 view,
                 index=index,
                 layout=layouts.shards[view.ranks],
                 replicate=layouts.replicate.get(view.replicate_ranks) if view.is_hybrid else None,
-                separate_parameters=config.separate_parameters,
             )
             for index, view in enumerate(views)
         ]
-        for group in groups:
-            reasons = unquantized_reasons(group.view, layouts, config=config, skipped=skipped)
-            group.weights.unquantized_reason, group.gradients.unquantized_reason, _ = reasons
-            group.gradients.unquantized_sum_reason = reasons[-1]
-            if config.weights is not None and not group.weights.unquantized_reason:
-                sections = group.view.weight_sections(
-                    unit=config.weights.group_size, separate=config.separate_parameters
-                )
-                group.weights.make_replica = partial(
-                    WeightReplica, sections=sections, values=group.view.value_ranges
-                )
-        state = FSDPModelState(groups, roots=roots, telemetry=config.telemetry)
-        super().__init__(state, config=config, note=note, layouts=layouts)
+        # Of the settings that quantize most.
+        note = warn_of_layout(views, layouts, config=configs[-1], skipped=skipped)
+        state = FSDPModelState(groups, roots=roots, telemetry=configs[-1].telemetry)
+        super().__init__(state, config=configs[-1], note=note, layouts=layouts)
+        self._skipped = skipped
         with self._attaching() as undo:
-            state.decision_group = build(groups, layouts=layouts, config=config, undo=undo)
+            self._connections = connect(layouts, configs, undo=undo)
+            state.decision_group = self._connections.host
             undo.callback(setattr, state, "decision_group", None)
             # Without sdp4bit, FSDP2 gathers the main weights again.
             undo.callback(state.reshard, groups)
             for group in groups:
                 undo.callback(setattr, group.view, "is_attached", False)
                 group.view.is_attached = True
+            if isinstance(settings, Auto):
+                state.search = self._search_among(settings, host=self._connections.host)
+            self._equip()
             self._install(FSDP2(roots, state), undo=undo, watched=groups)
         self._log_attached()
+
+    def _quantizes(self, config: SDP4BitConfig) -> bool:
+        reasons = (self._reasons(group, config) for group in self._state.groups)
+        return any(None in each for each in reasons)
+
+    def _reasons(
+        self, group: FSDPGroup, config: SDP4BitConfig
+    ) -> tuple[Unquantized | None, Unquantized | None, Unquantized | None]:
+        assert self._layouts is not None
+        return unquantized_reasons(group.view, self._layouts, config=config, skipped=self._skipped)
+
+    def _copied_over(self) -> list[tuple[int, ...]]:
+        # Tensor-parallel ranks.
+        params = (param for group in self._state.groups for param in group.view.params)
+        return [*dict.fromkeys(tuple(ranks) for param in params for ranks in param.split_over)]
+
+    def _equip(self) -> None:
+        """Give the groups the collectives of the settings."""
+        config, groups = self.config, self._state.groups
+        for group in groups:
+            weights, gradients = group.weights, group.gradients
+            weights.unquantized_reason, gradients.unquantized_reason, gradients.unquantized_sum_reason = (
+                self._reasons(group, config)
+            )
+            group.separate_parameters = gradients.separate_parameters = config.separate_parameters
+            if config.weights is not None and not weights.unquantized_reason:
+                sections = group.view.weight_sections(
+                    unit=config.weights.group_size, separate=config.separate_parameters
+                )
+                weights.make_replica = partial(
+                    WeightReplica, sections=sections, values=group.view.value_ranges
+                )
+        equip(groups, self._connections, config=config)
 
     def mark_step(self) -> None:
         """Report a step of an optimizer that is not a `torch.optim.Optimizer`.
@@ -262,12 +296,22 @@ class FSDPCommHandle(CommHandle):
         self._state.request_resync()
 
     def _check_switch(self) -> None:
-        groups = [group.view for group in self._state.groups]
-        if in_backward() or any(group.forward_leader or not group.is_idle for group in groups):
+        if in_backward() or not self._is_idle():
             raise RuntimeError(
                 "full_precision or time_steps was called during forward or backward: call it between steps"
             )
         self._check_left()
+
+    def _is_idle(self) -> bool:
+        views = [group.view for group in self._state.groups]
+        return all(view.is_idle and not view.forward_leader for view in views)
+
+    def _refusal(self) -> str:
+        # Optimizers in backward step before autograd has returned.
+        if not self._is_idle():
+            return "an optimizer has stepped during a forward or backward"
+        partial_in = [group.view.name for group in self._state.groups if group.view.has_partial_gradients]
+        return f"{partial_in[0]} {PARTIAL_GRADIENTS}" if partial_in else ""
 
     def _check_left(self) -> None:
         # Quantized sums and FSDP2's means must not be added.
@@ -293,7 +337,7 @@ class FSDPCommHandle(CommHandle):
     def state_dict(self) -> StateDict:
         """Return the state for a bit-exact resume: replica shards as DTensors, counters as tensors."""
         self._check_attached()
-        return save_state(self._state) if self._state.groups else {}
+        return save_state(self._state) | self._saved_search() if self._state.groups else {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; call it on all ranks, before or after the model's own state is loaded.
@@ -308,6 +352,8 @@ class FSDPCommHandle(CommHandle):
         with self._on_all_ranks("load_state_dict"):
             if self._state.groups:
                 check_saved(state_dict)
+                check_choice(state_dict)
+        self._load_search(state_dict)
         if self._state.groups:
             load_state(self._state, state_dict)
         self._state.forget_warnings()

@@ -23,6 +23,7 @@ from sdp4bit.collectives.reasons import FullReason
 from sdp4bit.collectives.streams import SideStream
 from sdp4bit.collectives.weights import Due, Events, is_large_change
 from sdp4bit.config import TelemetryConfig
+from sdp4bit.engines.auto import Search
 from sdp4bit.engines.fsdp2.group import FSDPGroup, check_dtypes
 from sdp4bit.engines.fsdp2.torch_internals import RootContext
 from sdp4bit.engines.fsdp2.view import FSDPView, ParamView, reduce_over_copies, tensor_version
@@ -262,6 +263,7 @@ class FSDPModelState(ModelState):
         for group in groups:
             group.gradients.warn_once = partial(FSDPModelState.warn_once, model, group.view)
         self._has_logged = False  # a load of weights without the state
+        self.search: Search | None = None  # of the fastest settings, with config="auto"
 
     @cached_property
     def unshard_stream(self) -> SideStream:
@@ -309,6 +311,8 @@ class FSDPModelState(ModelState):
                     "process group that was set after sdp4bit attached",
                 )
         self.reshard([group for group in self.groups if group.edits.seen.has_stepped])
+        if self.search is not None:
+            self.search.note_optimizer()
 
     def before_all_reduce(self, group: FSDPGroup) -> None:
         """Detect step boundaries if nothing is gathered, because no hook then sees a forward."""
@@ -328,9 +332,11 @@ class FSDPModelState(ModelState):
         """Forget the step that this rank has seen; a loaded state replaces it."""
         self.step_pending = self._is_reduced = self.step_observer.is_reduced = False
 
-    def note_forward(self, *_: object) -> None:
+    def note_forward(self, module: nn.Module, *_: object) -> None:
         """Record whether a forward that begins has gradients; FSDP2 gathers without them in any case."""
         self._has_gradients = torch.is_grad_enabled()
+        if self.search is not None and self._has_gradients:
+            self.search.note_forward(module)
 
     def note_load(self, *_: object) -> None:
         """Record that a state dict was loaded on this rank; a hook of torch.nn modules."""

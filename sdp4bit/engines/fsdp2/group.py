@@ -24,14 +24,14 @@ from sdp4bit.warn import warn_user
 class FSDPGradients(Gradients):
     """Gradients whose rows FSDP2 makes up of the parameters with a gradient."""
 
-    def __init__(self, view: FSDPView, *, nodes: Nodes, replicate: Nodes | None, separate: bool) -> None:
+    def __init__(self, view: FSDPView, *, nodes: Nodes, replicate: Nodes | None) -> None:
         super().__init__(view.name, nodes=nodes, replicate=replicate)
         self._view = view
-        self._separate = separate  # see `SDP4BitConfig.separate_parameters`
+        self.separate_parameters = False  # see `SDP4BitConfig`
         self.warn_once: Callable[[str], None] = warn_user  # the state of the model replaces it
 
     def sections(self, numel: int, *, unit: int) -> tuple[Section, ...] | None:
-        sections = self._view.gradient_sections(numel, unit=unit, separate=self._separate)
+        sections = self._view.gradient_sections(numel, unit=unit, separate=self.separate_parameters)
         if sections is None:
             self.warn_once(
                 "unknown parameters got no gradient. A module in which tensor parallelism splits some "
@@ -54,11 +54,9 @@ class FSDPGroup(Group):
         index: int,
         layout: Nodes,
         replicate: Nodes | None,
-        separate_parameters: bool = False,
     ) -> None:
         super().__init__(view, index=index, layout=layout, replicate=replicate)
-        self.separate_parameters = separate_parameters
-        self.gradients = FSDPGradients(view, nodes=layout, replicate=replicate, separate=separate_parameters)
+        self.gradients = FSDPGradients(view, nodes=layout, replicate=replicate)
         self.data_rank, self.replicate_data_ranks = view.data_rank, view.replicate_data_ranks
         self.edits = Edits(view, self.weights)
         # HSDP: gradients were reduced over shards but not over the replicate dimension since.

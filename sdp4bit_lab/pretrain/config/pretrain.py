@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from sdp4bit.config import SDP4BitConfig, TelemetryConfig
+from sdp4bit.config import PLAIN, Auto, SDP4BitConfig, TelemetryConfig
 from sdp4bit_lab.common.settings import (
     SettingError,
     option,
@@ -19,7 +19,7 @@ from sdp4bit_lab.common.settings import (
     require_at_least,
     require_positive,
 )
-from sdp4bit_lab.common.strategies import Strategy
+from sdp4bit_lab.common.strategies import AUTO, STRATEGIES, StrategyOrAuto
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.communication import CommunicationConfig, ReliabilityConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
@@ -158,9 +158,10 @@ class LoggingConfig:
 class PretrainConfig:
     """Settings of one training run."""
 
-    strategy: Strategy | None = None
-    """Communication strategy; baseline is plain FSDP2. The paper trained 125M to 6.7B parameters with 4 bits,
-    as sdp4bit has; fewer bits (w2, w3, g2, g3) are not tested at these sizes. Default: sdp4bit, unless
+    strategy: StrategyOrAuto | None = None
+    """Communication strategy; baseline is plain FSDP2. auto measures plain FSDP2, bf16-wire and sdp4bit in
+    the first steps, and continues with the fastest. The paper trained 125M to 6.7B parameters with 4 bits, as
+    sdp4bit has; fewer bits (w2, w3, g2, g3) are not tested at these sizes. Default: sdp4bit, unless
     --quantized-weights or --quantized-gradients is given."""
     seed: int = 1234
     """Seed of initial weights, sample order, dropout and random rounding."""
@@ -190,6 +191,11 @@ class PretrainConfig:
             f"--dry-run is for real ranks: give --world-size {self.parallel.simulated_ranks} instead "
             "of --simulated-ranks",
         )
+        if self.strategy == AUTO:
+            named = self.communication.names_parts
+            require(not named, "--strategy auto conflicts with --quantized-weights and --quantized-gradients")
+            simulated = self.parallel.simulated_ranks
+            require(not simulated, "--strategy auto measures real ranks: leave out --simulated-ranks")
         if not self.dry_run:
             rate, lowest = self.learning_rate, self.optimizer.min_lr
             require(lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak {rate}: see --lr")
@@ -208,17 +214,27 @@ class PretrainConfig:
 
     @property
     def quantization(self) -> SDP4BitConfig:
+        """Settings of the strategy; with auto those of its last candidate, sdp4bit."""
+        strategy = None if self.strategy == AUTO else self.strategy
+        return self._observed(self.communication.resolve(strategy, seed=self.seed))
+
+    @property
+    def settings(self) -> SDP4BitConfig | Auto:
+        """Settings of the strategy, or the choice between some."""
+        if self.strategy != AUTO:
+            return self.quantization
+        between = self._observed(replace(STRATEGIES["bf16-wire"], seed=self.seed))
+        return Auto(candidates=(PLAIN, between, self.quantization))
+
+    def _observed(self, config: SDP4BitConfig) -> SDP4BitConfig:
         interval = self.logging.telemetry_interval
-        measured = replace(
-            self.communication.resolve(self.strategy, seed=self.seed),
-            telemetry=TelemetryConfig(interval=interval) if interval else None,
-        )
+        measured = replace(config, telemetry=TelemetryConfig(interval=interval) if interval else None)
         return self.reliability.applied_to(measured)
 
     @property
     def strategy_name(self) -> str:
         """Strategy, or the strategy that the reference implementation's flags amount to."""
-        return self.communication.strategy_name(self.strategy)
+        return AUTO if self.strategy == AUTO else self.communication.strategy_name(self.strategy)
 
     @property
     def learning_rate(self) -> float:

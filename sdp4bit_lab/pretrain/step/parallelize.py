@@ -258,7 +258,7 @@ def quantize(model: nn.Module, *, config: PretrainConfig) -> sdp4bit.CommHandle:
     """Quantize the model's communication by the configured strategy and return the handle."""
     try:
         return sdp4bit.quantize_communication(
-            model, topology=config.parallel.topology, config=config.quantization
+            model, topology=config.parallel.topology, config=config.settings
         )
     except ValueError as error:
         raise SettingError(str(error)) from error

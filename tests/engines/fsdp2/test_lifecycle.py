@@ -252,6 +252,7 @@ def test_reports_add_up() -> None:
         "total_compression_ratio": None,
         "full_refreshes": 0,
         "sampled_step": None,
+        "auto": None,
         "weight_drift": None,
         "weight_error": None,
         "gradient_error": None,

@@ -28,6 +28,22 @@ def test_strategies_are_the_paper_s_and_the_presets_of_the_library():
     assert tuple(STRATEGIES) == get_args(Strategy)
 
 
+def test_auto_chooses_between_the_strategies_with_the_details_of_the_run():
+    details = CommunicationConfig(weight_bits=3)
+    config = PretrainConfig(strategy="auto", seed=7, communication=details)
+    named = config.settings.named()
+    assert [*named] == ["plain", "bf16-wire", "settings 3"]
+    assert named["settings 3"] == config.quantization and config.quantization.weights.bits == 3
+    assert {each.seed for each in named.values() if each is not None} == {7}
+    assert config.strategy_name == "auto"
+    assert [*PretrainConfig(strategy="auto").settings.named()] == ["plain", "bf16-wire", "sdp4bit"]
+    assert PretrainConfig(strategy="tlq").settings == PretrainConfig(strategy="tlq").quantization
+    with pytest.raises(SettingError, match="--strategy auto conflicts with --quantized-weights"):
+        PretrainConfig(strategy="auto", communication=CommunicationConfig(quantized_weights=True))
+    with pytest.raises(SettingError, match="--strategy auto measures real ranks"):
+        PretrainConfig(strategy="auto", parallel=ParallelConfig(simulated_ranks=8, ranks_per_node=2))
+
+
 def test_given_settings_replace_those_of_the_model_card():
     card = PretrainConfig(model=ModelConfig(model_card="1.3B"))
     assert (card.sequence_length, card.micro_batch_size, card.learning_rate) == (2048, 4, 2e-4)
