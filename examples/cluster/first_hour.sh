@@ -96,11 +96,15 @@ for step in $STEPS; do
         if [ -e "$OUT/probe.json" ] && [ "${SLURM_NODEID:-${PET_NODE_RANK:-0}}" = 0 ]; then
             echo "== 4. plan"
             # shellcheck disable=SC2086
-            sdp4bit plan --probe "$OUT/probe.json" $PLAN
+            sdp4bit plan --probe "$OUT/probe.json" $PLAN | tee "$OUT/plan.txt"
             #
             #   recommendation: enable: 3.61 times as fast as with fp32 gradients, 2.45 with bf16 gradients
             #
-            # "do not enable", or less than 1.2: stop here, and leave sdp4bit off.
+            # "do not enable", or less than 1.2: stop here, and leave sdp4bit off. The other machines end, too, because
+            # they do not find this one.
+            if grep -q '^recommendation: do not enable' "$OUT/plan.txt" && [[ " $STEPS " == *" train "* ]]; then
+                stop "leave sdp4bit off, so nothing is trained; STEPS=train trains with it nevertheless"
+            fi
         fi
         ;;
     # ---- 5. Train --------------------------------------------------------------------------------------------------------
@@ -112,7 +116,7 @@ for step in $STEPS; do
         #   group     values/rank  ranks  intra B/step  inter B/step
         #   layers.0      524,928  2 x 8  ...
         #
-        # The third column is nodes x ranks per node. 1 x 16 quantizes nothing and 16 x 1 too much: docs/two-machines.md.
+        # The third column is nodes x ranks per node. 1 x 16 quantizes nothing and 16 x 1 too much: docs/launching.md.
         ;;
     *) stop "$step is no step: there are selftest, probe, plan and train" ;;
     esac

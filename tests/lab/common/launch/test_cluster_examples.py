@@ -125,6 +125,41 @@ def test_two_machines_without_a_scheduler_go_through_the_five_steps(
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
+    ("advice", "steps", "trains"),
+    [
+        ("do not enable: 0.97", "selftest probe plan train", False),
+        ("do not enable: 0.97", "train", True),
+        ("perhaps: 1.05", "probe plan train", True),
+    ],
+)
+def test_nothing_is_trained_against_the_advice_of_the_plan(
+    advice: str, steps: str, trains: bool, tmp_path: Path
+) -> None:
+    """With stand-ins for the programs, which print their arguments; the probe leaves its file."""
+    programs = {
+        "torchrun": f"echo ran $*; touch {tmp_path}/probe.json",
+        "sdp4bit": f"echo recommendation: {advice}",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = environment(HEAD="10.0.0.1", INTERFACE="lo", OUT=str(tmp_path), STEPS=steps)
+    done = subprocess.run(
+        ["examples/cluster/first_hour.sh", "program.py"],
+        cwd=ROOT,
+        env={**variables, "PATH": f"{tmp_path}:{variables['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == (0 if trains else 2), done.stderr
+    assert ("program.py" in done.stdout) == trains
+    assert ("leave sdp4bit off, so nothing is trained" in done.stderr) == (not trains)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
     ("variables", "message"),
     [
         ({"HEAD": ""}, "set HEAD to the address of the first machine, as the second one sees it"),
