@@ -413,6 +413,11 @@ class RefreshPlan(Plan):
         return self.message.nbytes * (1 + self.grid.nodes + received)
 
 
+def clip_of(section: Section, config: WeightConfig) -> float:
+    """Return the clip of a section of weights: none in 8 bits, which fine sections have."""
+    return 1.0 if section.is_fine else config.effective_clip
+
+
 def plan_refresh(
     sections: tuple[Section, ...],
     *,
@@ -450,7 +455,7 @@ def plan_refresh(
         grid=grid,
         rows=grid.size if holds_all else grid.nodes,
         sections=sections,
-        clips=tuple(1.0 if each.is_fine else config.effective_clip for each in sections),
+        clips=tuple(clip_of(each, config) for each in sections),
         exact=tuple(exact),
         message=message,
         layouts=one_of_each_format([message]),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sdp4bit.collectives.plan import Plans, RefreshPlan, holds_all_rows, plan_refresh
+from sdp4bit.collectives.plan import Plans, RefreshPlan, clip_of, holds_all_rows, plan_refresh
 from sdp4bit.collectives.scratch import Messages, Records, Scratch
 from sdp4bit.collectives.sections import WHOLE, Range, Section, whole_row
 from sdp4bit.collectives.streams import CompletedWork, Running, SideStream, run
@@ -431,7 +431,7 @@ class WeightReplica:
             replica=replica if self.sends_differences else None,
             out=out,
             layout=self._layout_of(row.numel(), section),
-            clip=1.0 if section.is_fine else self.config.effective_clip,
+            clip=clip_of(section, self.config),
         )
 
     def apply(self, messages: Tensor, rows: Tensor, *, section: Section = WHOLE) -> None:

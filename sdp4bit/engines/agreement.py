@@ -75,9 +75,10 @@ class AgreedNodes:
         Args:
             links: further ranks that belong together; the same on all ranks.
         """
-        found, links = {dist.get_rank()}, [*self.shards, *self.replicate, *links]
+        every = [*self.shards, *self.replicate, *links]
+        found = {dist.get_rank()}
         while joining := [
-            ranks for ranks in links if not found.isdisjoint(ranks) and not found.issuperset(ranks)
+            ranks for ranks in every if not found.isdisjoint(ranks) and not found.issuperset(ranks)
         ]:
             found.update(*joining)
         return sorted(found)

@@ -24,10 +24,11 @@ from sdp4bit.collectives.chunks import MOST_CHUNKS, cut_into_chunks, pipeline_ch
 from sdp4bit.collectives.plan import MOST_PLANS, Plan, plan_all_reduce, plan_reduce, plan_refresh
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.collectives.sections import CutParam, Section, cut_row, whole_row
-from sdp4bit.collectives.topology import Nodes, arrange
+from sdp4bit.collectives.topology import Nodes, Topology, arrange
+from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.config import GradientConfig, WeightConfig
 from sdp4bit.observe.explain import describe_gradients
-from sdp4bit.quantization import tables
+from sdp4bit.quantization import ops, tables
 from sdp4bit.traffic import Grid
 from tests.collectives.built import all_reduce_of, reduce_scatter_of, replica_of
 from tests.oracles import traffic as oracle
@@ -147,6 +148,23 @@ def test_a_plan_sends_what_the_formulas_of_the_documentation_send(
             weights = WeightConfig(bits=4, replica=replica)
             refreshed = plan_refresh(sections, grid=grid, config=weights, numel=numel).sent
             assert refreshed == oracle.weight_refresh(numel, grid=grid, config=weights, sections=sections)
+
+
+def test_fine_sections_are_not_clipped() -> None:
+    """Their 8 bits resolve what clipping of 2 bits cuts off, in a collective and in a message by hand."""
+    _, sections, _ = rows()
+    config, grid = WeightConfig(bits=2, replica="full"), Grid(nodes=2, ranks_per_node=1)
+    numel = sum(each.numel for each in sections)
+    plan = plan_refresh(sections, grid=grid, config=config, numel=numel)
+    expected = [1.0 if each.is_fine else 0.6 for each in sections]
+    assert list(plan.clips) == expected and {*expected} == {0.6, 1.0}
+    topology = Topology(arrange((0, 1), (0, 1)), node=0, local_rank=0, intra=None, inter=None)
+    replica = WeightReplica(topology, config=config, sections=sections)
+    with mock.patch.object(ops, "subtract_quantize") as quantize:
+        for section in sections:
+            row = torch.ones(section.numel)
+            replica.quantize(row, row, out=torch.empty(0, dtype=torch.uint8), section=section)
+    assert [call.kwargs["clip"] for call in quantize.call_args_list] == expected
 
 
 @contextmanager

@@ -62,6 +62,13 @@ def test_silence_is_nothing_new_after_something() -> None:
         assert state.is_silent == is_silent
 
 
+def test_the_total_holds_what_dropped_groups_have_sent() -> None:
+    state = ModelState([])
+    state.retired = Traffic(inter_bytes=7, collectives=3)
+    total = state.stats()["total"]
+    assert (total["inter_bytes"], total["collectives"]) == (7, 3)
+
+
 def replace_the_wrapper() -> None:
     model, comm = model_of("DDP")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -24,6 +24,7 @@ SOURCES = (
         (PLAN, PROPERTIES),
         (
             M("return row // self.apart % self.size", "return row // self.apart"),
+            M("return 1.0 if section.is_fine else config.effective_clip", "return 1.0"),
             M("rows=grid.size // (grid.apart(level) * size),", "parts=grid.size // size,"),
             M(
                 'return config.replica == "full" or grid.ranks_per_node == 1',
@@ -205,7 +206,11 @@ SOURCES = (
                 'self._traffic.count(row.nbytes * (topology.nodes - 1), level="inter")',
                 'self._traffic.count(row.nbytes * topology.nodes, level="inter")',
             ),
-            M("clip=1.0 if section.is_fine else self.config.effective_clip", "clip=1.0"),
+            M(
+                "clip=clip_of(section, self.config)",
+                "clip=self.config.effective_clip",
+                tests=(f"{PLAN}::test_fine_sections_are_not_clipped",),
+            ),
         ),
     ),
 )

@@ -64,7 +64,7 @@ SOURCES = (
             M(
                 "(self._weights.nodes.nodes << 40)",
                 "0",
-                tests=(f"{CHECKPOINT}::test_other_ranks_resume_from_a_refresh_in_full_precision",),
+                tests=(f"{CHECKPOINT}::test_foreign_state_is_used_on_no_rank",),
             ),
         ),
     ),

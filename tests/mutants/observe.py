@@ -148,7 +148,7 @@ SOURCES = (
             M(
                 "for counter in group.counters), self.retired)",
                 "for counter in group.counters), Traffic())",
-                tests=(BYTES,),
+                tests=("tests/engines/test_silence.py::test_the_total_holds_what_dropped_groups_have_sent",),
             ),
         ),
     ),
