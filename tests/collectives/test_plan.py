@@ -158,7 +158,7 @@ def test_fine_sections_are_not_clipped() -> None:
     plan = plan_refresh(sections, grid=grid, config=config, numel=numel)
     expected = [1.0 if each.is_fine else 0.6 for each in sections]
     assert list(plan.clips) == expected and {*expected} == {0.6, 1.0}
-    topology = Topology(arrange((0, 1), (0, 1)), node=0, local_rank=0, intra=None, inter=None)
+    topology = Topology(layout=arrange((0, 1), (0, 1)), node=0, local_rank=0, intra=None, inter=None)
     replica = WeightReplica(topology, config=config, sections=sections)
     with mock.patch.object(ops, "subtract_quantize") as quantize:
         for section in sections:
