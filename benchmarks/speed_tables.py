@@ -43,7 +43,7 @@ def auto_table(result: dict[str, Any]) -> str:
     rows = []
     for name, cell in result["cells"].items():
         layout, engine, rate = name.split("-")
-        link = "from 1 Gbit/s to 100 Mbit/s" if rate == "change" else RATES[rate]
+        link = "unlimited, then 250 Mbit/s" if rate == "change" else RATES[rate]
         search, speeds = cell["search"], cell["speed_of_auto"]
         took = [f"{search['steps']}", f"{search['search_seconds']:.0f}"]
         speed = [f"{speeds[other]:.2f}" for other in ("plain", cell["best"])]
