@@ -6,7 +6,8 @@ Run it as root from the root of the repository: it creates network namespaces (b
 Each cell is a layout, an engine and a rate. In a cell every rank trains one model with config="auto" until it
 has chosen. Then all models (plain, which sdp4bit has never touched, each candidate alone, and auto) take
 steps in turns, three at a time, of which the first is not counted. Cells that are in the file are not run
-again. The cell "2x1-fsdp2-change" limits the link to 250mbit 60 steps after the choice, and waits for the next choice.
+again. The cell "2x1-fsdp2-change" limits the link to 250mbit, 60 steps after the choice, and waits for the
+next choice.
 """
 
 from __future__ import annotations

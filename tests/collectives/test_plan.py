@@ -151,7 +151,7 @@ def test_a_plan_sends_what_the_formulas_of_the_documentation_send(
 
 
 def test_fine_sections_are_not_clipped() -> None:
-    """Their 8 bits resolve what clipping of 2 bits cuts off, in a collective and in a message by hand."""
+    """Eight bits resolve the largest values, too, in a collective and in a message by hand."""
     _, sections, _ = rows()
     config, grid = WeightConfig(bits=2, replica="full"), Grid(nodes=2, ranks_per_node=1)
     numel = sum(each.numel for each in sections)
