@@ -421,7 +421,7 @@ def simulate(
         stack.enter_context(mock.patch.object(FSDPView, "device", CUDA))
         kernels = Kernels()
         # Not a mock, which would keep the tensors of all calls.
-        stack.enter_context(mock.patch.object(ops, "_backend", lambda *_: kernels))  # noqa: PT008
+        stack.enter_context(mock.patch.object(ops, "backend_of", lambda *_: kernels))  # noqa: PT008
         stack.enter_context(_OnCUDA())
         if sees_operators:
             stack.enter_context(_Operators())

@@ -64,7 +64,7 @@ SOURCES = (
             M(
                 "(self._weights.nodes.nodes << 40)",
                 "0",
-                tests=(f"{CHECKPOINT}::test_foreign_state_is_used_on_no_rank",),
+                tests=(f"{LOAD}::test_rows_that_the_same_ranks_saved_on_other_nodes_are_not_used",),
             ),
         ),
     ),

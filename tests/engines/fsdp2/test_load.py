@@ -5,12 +5,21 @@ Layer: gloo, 2 processes as 2 nodes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sdp4bit import WeightConfig
 from tests import toy
-from tests.engines.fsdp2.test_checkpoint import LIMIT, NODE, Job, expect_warnings
+from tests.engines.fsdp2.test_checkpoint import (
+    FOREIGN,
+    LIMIT,
+    NODE,
+    Job,
+    assert_refreshed_in_full,
+    expect_warnings,
+)
 from tests.ranks import on_ranks
 
 
@@ -61,3 +70,14 @@ def test_a_save_after_a_load_that_no_forward_has_used_continues_bit_for_bit(tmp_
     resumed = Job(NODE, topology=1, at=1)
     with expect_warnings("the loaded communication state was not saved with these weights"):
         assert resumed.load(str(tmp_path), comm="after").train(2) == losses
+
+
+@on_ranks(2)
+def test_rows_that_the_same_ranks_saved_on_other_nodes_are_not_used() -> None:
+    full = replace(NODE, weights=WeightConfig(replica="full"))
+    apart, together = Job(full, topology=1), Job(full, topology=2)
+    apart.train(1)
+    with expect_warnings(FOREIGN):
+        together.comm.load_state_dict(apart.comm.state_dict())
+        together.model.load_state_dict(apart.model.state_dict())
+        assert_refreshed_in_full(together)
