@@ -100,8 +100,7 @@ for step in $STEPS; do
             #
             #   recommendation: enable: 3.61 times as fast as with fp32 gradients, 2.45 with bf16 gradients
             #
-            # "do not enable", or less than 1.2: stop here, and leave sdp4bit off. The other machines end, too, because
-            # they do not find this one.
+            # "do not enable": it stops here. The other machines give up when torchrun's rendezvous does not find this one.
             if grep -q '^recommendation: do not enable' "$OUT/plan.txt" && [[ " $STEPS " == *" train "* ]]; then
                 stop "leave sdp4bit off, so nothing is trained; STEPS=train trains with it nevertheless"
             fi
