@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -25,7 +24,7 @@ TOLERANCE = 1.02  # a more exact candidate wins if its steps take at most this m
 DROPPED = 1.1  # ratio of the best block to the worst of the fastest candidate, which drops a candidate
 WATCHED_STEPS = 50  # of a window, after which the ranks compare the time of a step with that of the choice
 CHANGED = 1.2  # of a step's time, in two windows in a row
-PATIENCE = 256  # training passes without an optimizer step until a warning
+PATIENCE = 100  # training passes without an optimizer step until a warning
 
 
 class Clock(Protocol):
@@ -76,11 +75,16 @@ def check_choice(saved: Mapping[str, Any]) -> None:
         raise ValueError(f"the saved state has auto={state!r}, which should be two numbers, in a tensor")
 
 
+def _median(clock: Clock, marks: Sequence[Any]) -> float:
+    """Return the median seconds from one mark to the next."""
+    return statistics.median(map(clock.seconds, marks, marks[1:]))
+
+
 class Search:
     """Trains with candidates in turns until the fastest is known, and then watches the time of its steps.
 
-    Independent of the engine, which calls `end_step` on all ranks at the same points, one per step, at which
-    a switch is possible. Or it calls `note_forward` and `note_optimizer`, which find these points.
+    Blocks are counted in training passes, which all ranks begin together: some ranks may see no optimizer
+    step. The times are those between passes that an optimizer step of this rank precedes.
     """
 
     def __init__(
@@ -113,8 +117,17 @@ class Search:
         self.is_chosen = len(candidates) == 1
         self._watches = False
         self._seconds: dict[str, list[float]] = {}  # of the blocks of each candidate
-        self._is_paused = self._has_warned = False
-        self._forwards: Counter[int] = Counter()  # of each module since the last step
+        self._is_paused = self._has_warned = self._has_stepped = False
+        self._remaining: list[str]  # candidates that may be the fastest
+        self._turns: list[str]  # those left in this round
+        self._own_per_step: int  # fewest passes of a step on this rank; 0 if it sees none
+        self._per_step: int  # likewise, the most of any rank
+        self._passes: int  # since the search began, or since the choice
+        self._last_mark: int  # the pass of the last mark
+        self._marks: list[Any] = []  # of this block: its begin, and the ends of this rank's steps
+        self._length: int  # of the block, in passes
+        self._end: int  # the pass that begins behind the block
+        self._usual = 0.0  # median seconds of a step in the first window after the choice
         self._begin()
 
     @property
@@ -124,36 +137,30 @@ class Search:
 
     # -- events of the engine ------------------------------------------------------------------------------
 
-    def note_forward(self, module: object) -> None:
-        """Note that a module begins a forward of training."""
-        if self.is_chosen and not self._watches:
-            return
-        self._forwards[id(module)] += 1
-        if self._forwards[id(module)] == PATIENCE and not (self.steps or self.is_chosen):
-            warn_user(
-                f"auto has seen {PATIENCE} forwards but no optimizer step, without which it does not "
-                "begin to measure: call comm.mark_step() after each, unless the optimizer is a "
-                "torch.optim.Optimizer over the parameters of this model",
-                self._ranks,
-            )
+    def note_step(self) -> None:
+        """Note that an optimizer of this rank has stepped."""
+        self._has_stepped = True
 
-    def note_optimizer(self) -> None:
-        """Note that an optimizer has stepped; the first of several after a forward ends the step."""
-        if self._forwards:
-            self._forwards.clear()
-            self.end_step()
-
-    def end_step(self) -> None:
-        """Note the end of a step; collective over the ranks, and possibly a switch, at the end of a block."""
+    def begin_pass(self) -> None:
+        """Note that all ranks begin a training pass; collective, and perhaps a switch, if a block ends."""
         if self._is_paused or (self.is_chosen and not self._watches):
             return
-        self.steps += 1
-        self._marks.append((self._host if self.is_chosen else self._clock).mark())
+        ends_step, self._has_stepped = self._has_stepped, False
+        self._passes += 1
+        if ends_step or not self._marks:
+            if self._marks:
+                # The fewest, because GradScaler skips steps.
+                passes = self._passes - self._last_mark
+                self._own_per_step = min(self._own_per_step or passes, passes)
+            self._marks.append((self._host if self.is_chosen else self._clock).mark())
+            self._last_mark = self._passes
+        if self._passes < self._end:
+            return
         if self.is_chosen:
-            if len(self._marks) > WATCHED_STEPS:
-                self._watch()
-        elif len(self._marks) > (self._auto.warmup_steps if self._in_warmup else self._auto.block_steps):
-            self._end_block()
+            self._watch()
+        else:
+            # A rank that sees no steps follows the others.
+            self._end_block(is_between=ends_step or not self._own_per_step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -164,27 +171,39 @@ class Search:
         finally:
             self._is_paused = before
             self._marks.clear()
+            self._end = self._passes + 1 + self._length
 
     # -- the search ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Begin a search, with a warm-up in which the present candidate stays."""
-        self.steps = 0  # of this search, or since the choice
         self._in_warmup = True
-        self._remaining, self._turns = [*self.candidates], list[str]()  # all, and those left in this round
-        self._marks = list[Any]()  # of this block: its begin, and the end of each step
+        self._remaining, self._turns = [*self.candidates], []
+        self._own_per_step = self._per_step = 0
+        self._passes = self._last_mark = 0
+        self._marks.clear()
+        self._length = self._auto.warmup_steps
+        self._end = 1 + self._length
 
-    def _end_block(self) -> None:
-        refusal, last = self._refusal(), self._auto.block_steps - 1
-        # The host may be some steps ahead of a GPU, which it does not wait for.
-        is_measured = self._in_warmup or self._clock.has_passed(self._marks[last])
-        seconds = self._median(self._clock, last) if is_measured and not self._in_warmup else 0.0
-        is_early, seconds = self._agree([bool(refusal) or not is_measured, seconds])
-        if is_early:  # on some rank, so all try again after the next step
+    def _end_block(self, *, is_between: bool) -> None:
+        refusal, seconds = self._refusal(), 0.0
+        is_early = bool(refusal) or not is_between
+        timed = self._marks[UNTIMED_STEPS : self._auto.block_steps]
+        if not self._in_warmup and self._own_per_step:
+            # The host may be some steps ahead of a GPU, which it does not wait for.
+            is_measured = len(timed) > 1 and self._clock.has_passed(timed[-1])
+            is_early = is_early or not is_measured
+            seconds = _median(self._clock, timed) if is_measured else 0.0
+        some_early, seconds, per_step = self._agree([is_early, seconds, self._own_per_step])
+        if some_early:  # on some rank, so all try again at the next pass
             if refusal and not self._has_warned:
                 self._has_warned = True
                 warn_user(f"auto cannot switch yet: {refusal}")
             return
+        if not per_step:
+            self._wait_for_a_step()
+            return
+        self._per_step = round(per_step)
         if self._in_warmup:
             self._in_warmup, self._seconds = False, {name: [] for name in self.candidates}
         else:
@@ -192,6 +211,18 @@ class Search:
         if not self._turns and not self._end_round():
             return
         self._switch(self._turns.pop(0))
+
+    def _wait_for_a_step(self) -> None:
+        """Prolong the warm-up, in which no rank has seen an optimizer step."""
+        self._end = 2 * self._passes
+        if self._passes > PATIENCE and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"auto has seen {self._passes} training passes but no optimizer step, without which it does "
+                "not measure: call comm.mark_step() after each, unless the optimizer is a "
+                "torch.optim.Optimizer over the parameters of this model",
+                self._ranks,
+            )
 
     def _end_round(self) -> bool:
         """Begin the next round with the candidates that may be the fastest, or choose; return which."""
@@ -205,7 +236,10 @@ class Search:
             return True
         medians = self.medians()
         limit = TOLERANCE * min(medians[name] for name in self._remaining)
-        steps, chosen = self.steps, next(name for name in self._remaining if medians[name] <= limit)
+        steps, chosen = (
+            self._passes // self._per_step,
+            next(name for name in self._remaining if medians[name] <= limit),
+        )
         self._adopt(chosen)
         self._log(f"auto chose {chosen} after {steps} steps ({self._measured()})")
         return False
@@ -213,48 +247,49 @@ class Search:
     def _adopt(self, chosen: str) -> None:
         self._switch(chosen)
         self.is_chosen, self._watches = True, self._auto.recheck_steps is not None
-        self.steps, self._changed = 0, 0  # windows in a row with other times
-        self._usual: float | None = None  # median seconds of a step in the first window
+        self._changed = 0  # windows in a row with other times
+        self._usual = 0.0
         self._marks.clear()
+        self._length = WATCHED_STEPS * max(1, self._per_step)
+        self._passes, self._end = 0, 1 + self._length
 
     def _switch(self, name: str) -> None:
         """Begin a block with a candidate."""
         self._marks = self._marks[-1:]
+        self._length = self._auto.block_steps * self._per_step
+        self._end = self._passes + self._length
         if name != self.candidate:
             self.candidate = name
             self._use(self.settings)
 
     def _watch(self) -> None:
         """Search again if steps take another time for long, or after many steps."""
-        (seconds,) = self._agree([self._median(self._host, WATCHED_STEPS)])
-        self._marks = self._marks[-1:]
-        if self._usual is None:
-            self._usual = seconds
+        timed = self._marks[UNTIMED_STEPS:]
+        (seconds,) = self._agree([_median(self._host, timed) if len(timed) > 1 else 0.0])
+        self._marks, self._end = self._marks[-1:], self._passes + self._length
+        if not seconds:  # no rank has ended enough steps
+            return
+        self._usual = self._usual or seconds
         is_usual = self._usual / CHANGED <= seconds <= self._usual * CHANGED
         self._changed = 0 if is_usual else self._changed + 1
         assert self._auto.recheck_steps is not None
         if self._changed == 2:
             reason = f"a step takes {format_seconds(seconds)} now, {format_seconds(self._usual)} before"
-        elif self.steps >= self._auto.recheck_steps:
-            reason = f"{self.steps} steps have passed"
+        elif self._passes >= self._auto.recheck_steps * max(1, self._per_step):
+            reason = f"{self._auto.recheck_steps} steps have passed"
         else:
             return
         self.is_chosen = False
         self._begin()
         self._log(f"auto measures again: {reason}")
 
-    def _median(self, clock: Clock, last: int) -> float:
-        """Return the median seconds of this rank's steps after the untimed ones, up to that number."""
-        marks = self._marks[UNTIMED_STEPS : last + 1]
-        return statistics.median(map(clock.seconds, marks, marks[1:]))
-
     def _agree(self, values: Sequence[float]) -> Sequence[float]:
-        """Return the maximum over the ranks, all of which must be after the same step."""
-        most, least, *agreed = self._maximum([self.steps, -self.steps, *values])
+        """Return the maximum over the ranks, all of which must begin the same pass."""
+        most, least, *agreed = self._maximum([self._passes, -self._passes, *values])
         if most != -least:
             raise RuntimeError(
-                f"auto: some ranks have ended {-least:.0f} steps and others {most:.0f}. All ranks must step "
-                "their optimizers, or call comm.mark_step(), equally often"
+                f"auto: some ranks begin training pass {-least:.0f} and others {most:.0f}. All ranks must "
+                "call the model equally often with gradients enabled"
             )
         return agreed
 

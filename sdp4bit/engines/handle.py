@@ -8,8 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from sdp4bit.collectives.group import Group
-from sdp4bit.collectives.host import all_reduce_on_host
-from sdp4bit.config import UNQUANTIZED, AuditConfig, Auto, SDP4BitConfig
+from sdp4bit.config import AuditConfig, SDP4BitConfig
 from sdp4bit.engines.agreement import AgreedNodes
 from sdp4bit.engines.arrival import checked_on_all_ranks
 from sdp4bit.engines.auto import Search
@@ -448,78 +446,6 @@ class CommHandle(Misused, ABC):
     def _set_quantized(self, is_quantized: bool) -> None:
         self._is_quantized = self._state.counts_steps = is_quantized
         self._state.expects_silence = not is_quantized
-
-    # -- the choice of settings ----------------------------------------------------------------------------
-
-    def _search_among(self, auto: Auto, *, host: ProcessGroup | None) -> Search:
-        """Create the search, begin with its first candidate, and return it; collective over the job."""
-        assert self._layouts is not None
-        every: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(every, self._copied_over())
-        ranks = self._layouts.connected({ranks for of_rank in every for ranks in of_rank})
-        group, handle = host or dist.group.WORLD, cast(CommHandle, weakref.proxy(self))
-        assert group is not None
-
-        def maximum(values: Sequence[float]) -> Sequence[float]:
-            agreed = torch.tensor(values, dtype=torch.float64)
-            what = 'agreement of config="auto"'
-            all_reduce_on_host(agreed, group, ranks=ranks, op=dist.ReduceOp.MAX, what=what)
-            return agreed.tolist()
-
-        named = auto.named()
-        useful = maximum([each is None or self._quantizes(each) for each in named.values()])
-        names = [name for name, is_useful in zip(named, useful, strict=True) if is_useful]
-        search = Search(
-            auto,
-            [auto.choice] if auto.choice is not None else names or [*named][:1],
-            use=partial(type(self)._use, handle),
-            refusal=partial(type(self)._refusal, handle),
-            maximum=maximum,
-            device=self._state.device,
-            ranks=ranks,
-        )
-        self._search = search
-        self._set_config(search.settings)
-        return search
-
-    def _use(self, config: SDP4BitConfig | None) -> None:
-        """Communicate by these settings from now on, None: as without sdp4bit; sends nothing."""
-        self._installed.close()
-        self._set_config(config)
-        self._equip()
-        if self._is_quantized:
-            self._install_groups()
-        if self._alerts is not None:
-            self._alerts.watch(self._state.groups, telemetry=self._state.telemetry)
-        self.resync()
-
-    def _set_config(self, config: SDP4BitConfig | None) -> None:
-        self.config = UNQUANTIZED if config is None else config
-        self._set_quantized(config is not None)
-
-    def _quantizes(self, config: SDP4BitConfig) -> bool:
-        """Return whether these settings would quantize anything; engines with config="auto" override it."""
-        raise NotImplementedError
-
-    def _copied_over(self) -> list[tuple[int, ...]]:
-        """Return further ranks that hold copies of parameters, which must round them identically."""
-        return []
-
-    def _equip(self) -> None:
-        """Give the groups the collectives of the settings; likewise."""
-        raise NotImplementedError
-
-    def _refusal(self) -> str:
-        """Return why other settings cannot be used at the end of this step, "" if they can; likewise."""
-        return ""
-
-    def _saved_search(self) -> StateDict:
-        return {} if self._search is None else {"auto": self._search.state()}
-
-    def _load_search(self, saved: StateDict) -> None:
-        """Continue with the saved choice; before the rest, because a switch makes full weights due."""
-        if self._search is not None:
-            self._search.load(saved.get("auto"))
 
     def alerts(self) -> list[Alert]:
         """Return the last thousand alerts, oldest first.

@@ -30,7 +30,7 @@ from tests.engines.ddp.test_hook import DDPRun
 from tests.engines.fsdp2.test_checkpoint import Job
 from tests.engines.fsdp2.test_parallelism import TensorParallelRun
 from tests.ranks import first_rank_warns, on_ranks, run_ranks
-from tests.toy import IDENTITY, LOSSLESS, QUANTIZED, Run, adamw, build
+from tests.toy import IDENTITY, LOSSLESS, QUANTIZED, Run, adamw, build, loss_of
 
 SMALL = Auto(warmup_steps=1, block_steps=4, rounds=2)
 """As the default, but with 26 steps until the choice."""
@@ -73,7 +73,8 @@ class Trained:
             for _ in range(steps):
                 self.steps.append(self.search.candidate)
                 self.now += self._seconds(self.search.candidate, len(self.steps))
-                self.search.end_step()
+                self.search.note_step()
+                self.search.begin_pass()
         return self
 
     @property
@@ -203,7 +204,7 @@ def test_nothing_runs_after_a_choice_that_stays() -> None:
     found = Trained(by_name(plain=3.0, bf16=2.0, ours=1.0), Auto(recheck_steps=None)).train(100)
     assert found.chosen == "sdp4bit"
     with mock.patch.object(module.time, "perf_counter", side_effect=AssertionError("a clock was read")):
-        found.search.end_step()
+        found.search.begin_pass()
     given = Trained(by_name(plain=1.0), candidates=["plain"]).train(300)
     assert given.chosen == "plain" and not given.agreements
 
@@ -272,11 +273,12 @@ def test_steps_inside_a_pause_are_left_out_and_the_block_begins_again() -> None:
     found.train(4)
     assert found.search.candidate == "plain"  # the first of these ends no step of the block
     assert found.train(1).search.candidate == "bf16-wire"
+    assert found.search.medians() == {"plain": 3.0}
 
 
-def test_ranks_after_different_steps_raise() -> None:
+def test_ranks_in_different_passes_raise() -> None:
     found = Trained(by_name(plain=1.0), maximum=lambda values: [values[0], values[1] + 1, *values[2:]])
-    with pytest.raises(RuntimeError, match="some ranks have ended 10 steps and others 11"):
+    with pytest.raises(RuntimeError, match="some ranks begin training pass 10 and others 11"):
         found.train(30)
 
 
@@ -296,20 +298,60 @@ def test_a_state_holds_the_choice_for_the_same_candidates() -> None:
         assert searching.train(83).chosen == "plain"
 
 
-def test_forwards_without_a_step_warn_once() -> None:
-    found = Trained(by_name(plain=1.0, bf16=1.0, ours=1.0))
-    modules = [object(), object()]
+def test_passes_without_a_step_warn_once_and_prolong_the_warm_up() -> None:
+    found = Trained(by_name(plain=3.0, bf16=2.0, ours=1.0), SMALL)
     with (
         mock.patch.object(module, "warn_user") as warned,
         mock.patch.object(module.dist, "get_rank", return_value=0),
     ):
         for _ in range(300):
-            for each in modules:
-                found.search.note_forward(each)
-        assert warned.call_count == 2  # in each module, by the same text
-        found.search.note_optimizer()
-        found.search.note_optimizer()  # of a second optimizer
-    assert found.search.steps == 1
+            found.search.begin_pass()
+    assert warned.call_count == 1 and "128 training passes but no optimizer step" in warned.call_args[0][0]
+    assert found.agreements == 8  # at passes 2, 4, 8, ..., 256
+    assert found.train(512 + CHOICE_AFTER).chosen == "sdp4bit"
+
+
+def test_a_step_of_several_passes_is_timed_as_a_whole() -> None:
+    """Five passes of different lengths a step; the settings change only between two steps."""
+    found = Trained(lambda name, step: {"plain": 4.0, "bf16-wire": 3.0, "sdp4bit": 2.0}[name], SMALL)
+    switched = []
+
+    def use(config: object) -> None:
+        switched.append(passes)
+
+    found.search._use = use
+    now = 0.0
+    with (
+        mock.patch.object(module.time, "perf_counter", side_effect=lambda: now),
+        mock.patch.object(module.dist, "get_rank", return_value=0),
+    ):
+        for passes in range(5 * 30):
+            if passes and passes % 5 == 0:
+                found.search.note_step()
+            found.search.begin_pass()
+            now += {"plain": 4.0, "bf16-wire": 3.0, "sdp4bit": 2.0}[found.search.candidate] * (1 + passes % 5)
+    assert found.search.medians() == {"plain": 60.0, "bf16-wire": 45.0, "sdp4bit": 30.0}
+    assert found.chosen == "sdp4bit" and switched and all(passes % 5 == 0 for passes in switched)
+    # Passes 2, 4 and 8 end no warm-up with a step, 9 and 10 are none, 11 begins a step; then one per block.
+    assert found.agreements == 6 + 6
+
+
+def test_a_rank_that_sees_no_step_follows_the_others() -> None:
+    """Its shards are empty, and the other rank's optimizer alone steps; no decision is this rank's own."""
+    other = Trained(by_name(plain=3.0, bf16=2.0, ours=1.0), SMALL)
+    told: list[Sequence[float]] = []
+
+    def follow(values: Sequence[float]) -> Sequence[float]:
+        return [max(pair) for pair in zip(values, told.pop(0), strict=True)]
+
+    without = Trained(by_name(plain=0.0), SMALL, maximum=follow)
+    other._maximum = lambda values: told.append(values) or values  # type: ignore[func-returns-value]
+    with mock.patch.object(module.dist, "get_rank", return_value=1):
+        for _ in range(CHOICE_AFTER):
+            other.train(1)
+            without.search.begin_pass()
+    assert without.chosen == other.chosen == "sdp4bit"
+    assert without.search.medians() == other.search.medians() and not told
 
 
 @pytest.mark.parametrize(
@@ -494,25 +536,64 @@ def test_full_precision_and_removal_inside_a_block_of_each_candidate() -> None:
 
 
 @on_ranks(2)
-def test_accumulation_two_optimizers_and_skipped_steps() -> None:
+def test_accumulation_and_two_optimizers() -> None:
     """The blocks are of optimizer steps, whatever passes they consist of."""
     finished = []
     for config in (without_quantizers(), None):
         run = Run(build(), config, topology=1)
         parameters = [*run.model.parameters()]
         optimizers = [adamw(run.model, params=half) for half in (parameters[::2], parameters[1::2])]
-        for number in range(28):
+        for _ in range(28):
             for is_last in (False, True):
                 run.model.set_requires_gradient_sync(is_last)
                 run.backward()
-            if number % 5 != 4:  # as GradScaler skips a step
-                for optimizer in optimizers:
-                    optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             run.model.zero_grad()
         finished.append(run.finish())
         if config is not None:
             stats = run.comm.stats()["auto"]
-            assert run.comm._search.steps == 28 - 5 and not stats["is_chosen"]
+            assert len(stats["seconds"]) == 3
+    assert finished[0] == finished[1]
+
+
+@on_ranks(2)
+def test_steps_that_gradscaler_skips_because_of_one_rank() -> None:
+    finished = []
+    for config in (without_quantizers(), None):
+        run, scaler = Run(build(), config, topology=1), torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(40):
+            scaler.scale(loss_of(run.model, next(run.data))).backward()
+            if number % 6 == 1 and dist.get_rank() == 1:
+                run.model.head.weight.grad.to_local()[0, 0] = float("inf")
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+        finished.append([run.evaluate(), scaler.get_scale()])
+        if config is not None:
+            assert run.comm.stats()["auto"]["is_chosen"]
+    assert finished[0] == finished[1] and finished[0][1] < 0.1
+
+
+@on_ranks(2)
+def test_a_rank_without_an_optimizer_of_torch_does_not_stop_the_others() -> None:
+    """Rank 1 changes its shards by hand. No rank waits for another, and both train as plain FSDP2 does."""
+    finished = []
+    for config in (without_quantizers(), None):
+        run = Run(build(policy=MixedPrecisionPolicy()), config, topology=1)
+        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        for _ in range(28):
+            run.backward()
+            if dist.get_rank() == 0:
+                run.optimizer.step()
+            else:
+                with torch.no_grad():
+                    for parameter in run.model.parameters():
+                        parameter.to_local().sub_(parameter.grad.to_local(), alpha=0.1)
+            run.model.zero_grad()
+        finished.append(run.losses)
+        if config is not None:
+            assert len(run.comm.stats()["auto"]["seconds"]) == 3
     assert finished[0] == finished[1]
 
 
@@ -541,7 +622,7 @@ def test_optimizers_in_backward() -> None:
 def test_two_models_search_independently() -> None:
     runs = [Run(build(), settings(), topology=1) for _ in range(2)]
     train_timed(runs[0], {"plain": 1.0, "bf16-wire": 2.0, "sdp4bit": 3.0}, CHOICE_AFTER)
-    assert runs[1].comm.stats()["auto"]["candidate"] == "plain" and not runs[1].comm._search.steps
+    assert runs[1].comm.stats()["auto"]["candidate"] == "plain" and not runs[1].comm._search._passes
     train_timed(runs[1], {"plain": 9.0, "bf16-wire": 2.0, "sdp4bit": 1.0}, CHOICE_AFTER)
     assert [run.comm.stats()["auto"]["candidate"] for run in runs] == ["plain", "sdp4bit"]
 
@@ -549,7 +630,7 @@ def test_two_models_search_independently() -> None:
 def lose_rank_1(step: int) -> None:
     run = Run(build(), settings(), topology=1).train(step)
     if dist.get_rank() == 1:
-        run.comm._search.end_step = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        run.comm._search.begin_pass = lambda: os.kill(os.getpid(), signal.SIGKILL)
     run.train(1)
 
 

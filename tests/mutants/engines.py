@@ -20,7 +20,7 @@ SOURCES = (
         (f"{AUTO}the_fastest_wins", f"{AUTO}the_third_to_fifth_of_six_steps_are_timed"),
         (
             M("UNTIMED_STEPS = 2", "UNTIMED_STEPS = 1"),
-            M("self._auto.block_steps - 1", "self._auto.block_steps"),
+            M("self._marks[UNTIMED_STEPS : self._auto.block_steps]", "self._marks[UNTIMED_STEPS:]"),
             M("TOLERANCE = 1.02", "TOLERANCE = 1.0"),
             M("limit = TOLERANCE * min(", "limit = TOLERANCE * max("),
             M(
@@ -33,10 +33,10 @@ SOURCES = (
                 "if rounds >= 3:",
                 tests=(f"{AUTO}clearly_slower_candidates_drop_out_after_two_rounds",),
             ),
-            M("if is_early:", "if refusal:", tests=(f"{AUTO}a_rank_that_cannot_switch_delays_all",)),
+            M("if some_early:", "if refusal:", tests=(f"{AUTO}a_rank_that_cannot_switch_delays_all",)),
             M("self._changed == 2", "self._changed == 1", tests=(f"{AUTO}a_passing_change_does_not",)),
             M(
-                "self._clock.has_passed(self._marks[last])",
+                "self._clock.has_passed(timed[-1])",
                 "True",
                 tests=(f"{AUTO}a_block_goes_on_until_the_device_has_done_its_timed_steps",),
             ),
@@ -49,6 +49,21 @@ SOURCES = (
                 "if number == self._fingerprint and",
                 "if",
                 tests=(f"{AUTO}a_state_holds_the_choice_for_the_same_candidates",),
+            ),
+            M(
+                "ends_step or not self._own_per_step",
+                "ends_step",
+                tests=(f"{AUTO}a_rank_that_sees_no_step_follows_the_others",),
+            ),
+            M(
+                "ends_step or not self._own_per_step",
+                "True",
+                tests=(f"{AUTO}a_step_of_several_passes_is_timed_as_a_whole",),
+            ),
+            M(
+                "self._auto.block_steps * self._per_step",
+                "self._auto.block_steps",
+                tests=(f"{AUTO}a_step_of_several_passes_is_timed_as_a_whole",),
             ),
         ),
     ),

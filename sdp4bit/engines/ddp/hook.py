@@ -28,7 +28,8 @@ from sdp4bit.config import AuditConfig, Auto, SDP4BitConfig, Settings, as_settin
 from sdp4bit.engines.agreement import ShardedRows, agree
 from sdp4bit.engines.attach import host_group
 from sdp4bit.engines.auto import check_choice
-from sdp4bit.engines.handle import CommHandle, StateDict
+from sdp4bit.engines.choosing import ChoosingHandle
+from sdp4bit.engines.handle import StateDict
 from sdp4bit.engines.loading import check_state
 from sdp4bit.observe.alerts import Alerts
 from sdp4bit.observe.audit import ReplicaCopy
@@ -88,7 +89,7 @@ class DDPModelState(ModelState):
         return any(id(param) in given for group in self.groups for param in group.view.parameters)
 
 
-class DDPCommState(CommHandle):
+class DDPCommState(ChoosingHandle):
     """State of :func:`ddp_comm_hook` for one DistributedDataParallel model, and its handle.
 
     Its parameter groups are DDP's buckets, and every backward pass with reduced gradients counts as a step.
@@ -225,8 +226,9 @@ class DDPCommState(CommHandle):
                 # futures.
                 state.end_step()
             if self._search is not None:
-                # Not at the optimizer's step, because ranks that have joined take none (torch's `Join`).
-                self._search.end_step()
+                # A backward with reduced gradients is a step, also for ranks that have joined.
+                self._search.note_step()
+                self._search.begin_pass()
         if not self._is_quantized:
             return self._average_densely(values)
         gradients, plain = self._group_of(bucket, topology).gradients, partial(self._average_densely, values)

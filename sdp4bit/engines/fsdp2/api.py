@@ -25,6 +25,7 @@ from sdp4bit.config import AuditConfig, Auto, SDP4BitConfig, Settings, as_settin
 from sdp4bit.engines.agreement import AgreedNodes, ShardedRows, agree
 from sdp4bit.engines.attach import connect, equip
 from sdp4bit.engines.auto import check_choice
+from sdp4bit.engines.choosing import ChoosingHandle
 from sdp4bit.engines.fsdp2.checks import (
     PARTIAL_GRADIENTS,
     check_group,
@@ -47,7 +48,7 @@ from sdp4bit.engines.fsdp2.view import (
     find_groups,
     named_fsdp_modules,
 )
-from sdp4bit.engines.handle import CommHandle, StateDict
+from sdp4bit.engines.handle import StateDict
 from sdp4bit.engines.protocol import Undo
 from sdp4bit.observe.audit import ReplicaCopy
 from sdp4bit.quantization.random import check_numbers
@@ -200,7 +201,7 @@ def _restore(group: FSDPGroup, previous: CommObjects) -> None:
         group.view.install(previous)
 
 
-class FSDPCommHandle(CommHandle):
+class FSDPCommHandle(ChoosingHandle):
     """Quantized communication of an FSDP2 model; a Stateful for torch.distributed.checkpoint."""
 
     _state: FSDPModelState
@@ -307,9 +308,8 @@ class FSDPCommHandle(CommHandle):
         return all(view.is_idle and not view.forward_leader for view in views)
 
     def _refusal(self) -> str:
-        # Optimizers in backward step before autograd has returned.
         if not self._is_idle():
-            return "an optimizer has stepped during a forward or backward"
+            return "a pass has begun during another"
         partial_in = [group.view.name for group in self._state.groups if group.view.has_partial_gradients]
         return f"{partial_in[0]} {PARTIAL_GRADIENTS}" if partial_in else ""
 

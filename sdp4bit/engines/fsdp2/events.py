@@ -264,6 +264,7 @@ class FSDPModelState(ModelState):
             group.gradients.warn_once = partial(FSDPModelState.warn_once, model, group.view)
         self._has_logged = False  # a load of weights without the state
         self.search: Search | None = None  # of the fastest settings, with config="auto"
+        self._first: weakref.ref[nn.Module] | None = None  # module of the first forward
 
     @cached_property
     def unshard_stream(self) -> SideStream:
@@ -312,7 +313,7 @@ class FSDPModelState(ModelState):
                 )
         self.reshard([group for group in self.groups if group.edits.seen.has_stepped])
         if self.search is not None:
-            self.search.note_optimizer()
+            self.search.note_step()
 
     def before_all_reduce(self, group: FSDPGroup) -> None:
         """Detect step boundaries if nothing is gathered, because no hook then sees a forward."""
@@ -335,8 +336,11 @@ class FSDPModelState(ModelState):
     def note_forward(self, module: nn.Module, *_: object) -> None:
         """Record whether a forward that begins has gradients; FSDP2 gathers without them in any case."""
         self._has_gradients = torch.is_grad_enabled()
-        if self.search is not None and self._has_gradients:
-            self.search.note_forward(module)
+        # A recomputation is no pass. The first module of a forward is the same on all ranks.
+        if self.search is not None and self._has_gradients and not in_backward():
+            self._first = self._first or weakref.ref(module)
+            if self._first() is module:
+                self.search.begin_pass()
 
     def note_load(self, *_: object) -> None:
         """Record that a state dict was loaded on this rank; a hook of torch.nn modules."""
