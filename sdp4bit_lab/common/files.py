@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+from uuid import uuid4
 
 from sdp4bit_lab.common.settings import SettingError, require
 
@@ -94,7 +95,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def write_atomically(path: Path, content: str) -> None:
     """Write a text file; readers see the old or the new content, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    working = path.with_name(f".{path.name}.{os.getpid()}")
+    # Containers that share the folder may have the same process numbers.
+    working = path.with_name(f".{path.name}.{uuid4().hex}")
     working.write_text(content, encoding="utf-8")
     working.replace(path)
 

@@ -67,14 +67,16 @@ class Link:
 
 
 def probe(config: ProbeConfig, *, ranks: Ranks) -> dict[str, Any]:
-    """Measure, write and print on rank 0; return the measurements on every rank."""
+    """Measure, write on the first rank of each machine, and print on rank 0; return the measurements."""
     result = measure(config, ranks=ranks)
 
     def report() -> None:
-        write_atomically(config.out, json.dumps(result, indent=2) + "\n")
-        sys.stdout.write(f"{describe(result, out=config.out)}\n")
+        if ranks.local_rank == 0:  # so that every machine can decide by the plan
+            write_atomically(config.out, json.dumps(result, indent=2) + "\n")
+        if ranks.is_first:
+            sys.stdout.write(f"{describe(result, out=config.out)}\n")
 
-    run_on_all_ranks(lambda: report() if ranks.is_first else None)
+    run_on_all_ranks(report)
     return result
 
 
