@@ -12,12 +12,12 @@ USERS = "tests/engines/fsdp2/test_users.py"
 ARRIVAL = "tests/engines/test_arrival.py"
 DDP = "tests/engines/ddp/test_hook.py"
 
-AUTO = "tests/engines/test_auto.py::test_"
+SEARCH = "tests/engines/test_search.py::test_"
 
 SOURCES = (
     Source(
         "sdp4bit/engines/auto.py",
-        (f"{AUTO}the_fastest_wins", f"{AUTO}the_third_to_fifth_of_six_steps_are_timed"),
+        (f"{SEARCH}the_fastest_wins", f"{SEARCH}the_third_to_fifth_of_six_steps_are_timed"),
         (
             M("UNTIMED_STEPS = 2", "UNTIMED_STEPS = 1"),
             M("self._marks[UNTIMED_STEPS : self._auto.block_steps]", "self._marks[UNTIMED_STEPS:]"),
@@ -26,44 +26,44 @@ SOURCES = (
             M(
                 "limit = DROPPED * max(",
                 "limit = DROPPED * min(",
-                tests=(f"{AUTO}a_candidate_within_the_spread_of_the_fastest_stays",),
+                tests=(f"{SEARCH}a_candidate_within_the_spread_of_the_fastest_stays",),
             ),
             M(
                 "if rounds >= 2:",
                 "if rounds >= 3:",
-                tests=(f"{AUTO}clearly_slower_candidates_drop_out_after_two_rounds",),
+                tests=(f"{SEARCH}clearly_slower_candidates_drop_out_after_two_rounds",),
             ),
-            M("if some_early:", "if refusal:", tests=(f"{AUTO}a_rank_that_cannot_switch_delays_all",)),
-            M("self._changed == 2", "self._changed == 1", tests=(f"{AUTO}a_passing_change_does_not",)),
+            M("if some_early:", "if refusal:", tests=(f"{SEARCH}a_rank_that_cannot_switch_delays_all",)),
+            M("self._changed == 2", "self._changed == 1", tests=(f"{SEARCH}a_passing_change_does_not",)),
             M(
                 "self._clock.has_passed(timed[-1])",
                 "True",
-                tests=(f"{AUTO}a_block_goes_on_until_the_device_has_done_its_timed_steps",),
+                tests=(f"{SEARCH}a_block_goes_on_until_the_device_has_done_its_timed_steps",),
             ),
             M(
                 "            self._is_paused = before\n            self._marks.clear()",
                 "            self._is_paused = before",
-                tests=(f"{AUTO}steps_inside_a_pause_are_left_out_and_the_block_begins_again",),
+                tests=(f"{SEARCH}steps_inside_a_pause_are_left_out_and_the_block_begins_again",),
             ),
             M(
                 "if number == self._fingerprint and",
                 "if",
-                tests=(f"{AUTO}a_state_holds_the_choice_for_the_same_candidates",),
+                tests=(f"{SEARCH}a_state_holds_the_choice_for_the_same_candidates",),
             ),
             M(
                 "ends_step or not self._own_per_step",
                 "ends_step",
-                tests=(f"{AUTO}a_rank_that_sees_no_step_follows_the_others",),
+                tests=(f"{SEARCH}a_rank_that_sees_no_step_follows_the_others",),
             ),
             M(
                 "ends_step or not self._own_per_step",
                 "True",
-                tests=(f"{AUTO}a_step_of_several_passes_is_timed_as_a_whole",),
+                tests=(f"{SEARCH}a_step_of_several_passes_is_timed_as_a_whole",),
             ),
             M(
                 "self._auto.block_steps * self._per_step",
                 "self._auto.block_steps",
-                tests=(f"{AUTO}a_step_of_several_passes_is_timed_as_a_whole",),
+                tests=(f"{SEARCH}a_step_of_several_passes_is_timed_as_a_whole",),
             ),
         ),
     ),
