@@ -32,7 +32,7 @@ SITE = {
     "RANKS_PER_NODE": "1",
     "SELFTEST": "--device cpu --only facts,collectives",
     "PROBE": "--megabytes 4 --rounds 3 --host-rounds 3",
-    "PLAN": "--preset 125M --device-tflops 0.1",
+    "PLAN": "--preset 125M --device-tflops 50",  # faster than this machine, so that the plan advises to train
 }
 """Variables of a machine without GPUs, for small models."""
 
@@ -54,7 +54,7 @@ def undisturbed() -> list[tuple[int, float]]:
 
 def assert_steps(text: str) -> None:
     """The five steps have printed what first_hour.sh and the page lead a user to expect."""
-    # A machine trains, and waits, while the first one still plans.
+    # Every machine plans by itself, and one may train, and wait, while another still plans.
     for steps in ((1, 2, 3, 4), (3, 5)):
         places = [text.index(f"== {number}. ") for number in steps]
         assert places == sorted(places)
@@ -63,7 +63,7 @@ def assert_steps(text: str) -> None:
     (rate,) = set(re.findall(r"^inter-node, per node: ([\d.]+) MB/s per direction", text, re.M))
     # At most the link's rate; on a busy machine it may be any part of it.
     assert 0 < float(rate) < MEGABITS / 8
-    assert re.search(r"^recommendation: .* times as fast as", text, re.M)
+    assert re.search(r"^recommendation: enable: .* times as fast as", text, re.M)
     pasted = re.findall(rf"^{re.escape(PASTE)}-*$(.*?)^-+$", text, re.M | re.S)
     assert len(pasted) == 2 and not any(name in block for name in NAMES for block in pasted)
     assert re.search(r"^layers\.0 .* 2 x 1 ", text, re.M)
