@@ -147,13 +147,13 @@ test-slow: $(STAMP) ## run the tests marked slow, or a part of them: PART=fsdp2
 	$(BIN)/python $(PYTEST) -m slow $(addprefix tests/,$(SLOW_$(PART))) $(if $(filter mutations mutants megatron unchecked,$(PART)),--dist load)
 
 test-deepspeed: $(ECOSYSTEM)/.installed ## run the tests of the adapter of DeepSpeed
-	$(ECOSYSTEM)/bin/python -m pytest -q tests/deepspeed
+	$(ECOSYSTEM)/bin/python -m pytest -q -k deepspeed tests/deepspeed $(addprefix tests/engines/test_,events.py contract.py)
 
 test-deepspeed-mutants: $(ECOSYSTEM)/.installed ## run the mutants that the tests of the adapter of DeepSpeed notice
 	$(ECOSYSTEM)/bin/python -m tests.mutants.run tests/deepspeed
 
 test-ecosystem: $(ECOSYSTEM)/.installed ## run the tests with other packages: trainers, launchers, torchao
-	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem tests/engines/test_events.py
+	$(ECOSYSTEM)/bin/python -m pytest -q tests/ecosystem
 
 $(ECOSYSTEM)/.installed: pyproject.toml constraints.txt constraints-ecosystem.txt
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)

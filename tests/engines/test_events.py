@@ -197,7 +197,6 @@ class MegatronCore(Engine):
         from tests.megatron import runs
 
         super().__init__(folder)
-        config = config and runs.IDENTITY
         self.runs, self.config, self.run = runs, config, runs.MegatronRun(config, topology=1)
         self.comm, self.losses = self.run.comm, self.run.losses
 
