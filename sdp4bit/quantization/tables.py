@@ -144,12 +144,12 @@ class Table:
         if packed is None:
             self._run_one_by_one(call, tensors)
             return
-        if ops.is_checked():
+        if is_checked := ops.is_checked():
             for each in self.calls:
                 ops.CHECKS[each.operator](**each.bind(call, tensors))
         with profiler_range(f"sdp4bit::{self.calls[0].operator}"):
             packed.run(call, tensors)
-        if ops.is_checked():
+        if is_checked:
             packed.check(call, tensors)
 
     def _run_one_by_one(self, call: int, tensors: Sequence[Tensor]) -> None:

@@ -298,10 +298,8 @@ class FSDPView:
     def requiring_grad(self) -> frozenset[int]:
         """Return the indices of the parameters that require a gradient now."""
         # Asked for several times in a step, so without a call per parameter.
-        params = [param.sharded_param for param in self._fsdp_group.fsdp_params]
-        if all(param.requires_grad for param in params):
-            return self.row.everything
-        return frozenset([i for i, param in enumerate(params) if param.requires_grad])
+        flags = [param.sharded_param.requires_grad for param in self._fsdp_group.fsdp_params]
+        return self.row.everything if all(flags) else frozenset([i for i, each in enumerate(flags) if each])
 
     def has_gradient(self, chosen: Collection[int]) -> bool:
         """Return whether a param that no rank holds empty has a gradient, of those chosen by index."""
