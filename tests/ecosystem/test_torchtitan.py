@@ -17,8 +17,10 @@ pytest.importorskip("tests.ecosystem.titan_device")
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ConfigManager, ParallelismConfig
 from torchtitan.models import qwen3
+from torchtitan.models.llama3.config_registry import llama3_8b
 from torchtitan.trainer import Trainer
 
+from examples import trainer_torchtitan
 from sdp4bit.trainers.torchtitan import CommunicationOptions, SDP4BitTrainer, quantize
 from tests.ecosystem import on_cpu
 from tests.ecosystem.on_cpu import CONFIGS, QUANTIZED, WORLD
@@ -73,6 +75,30 @@ def test_the_example_is_found_by_torchtitan_and_takes_options() -> None:
     )
     assert config.sdp4bit == CommunicationOptions(preset="sdp4bit-w2g3", skip=["lm_head"])
     assert type(config) is SDP4BitTrainer.Config and config._owner is SDP4BitTrainer
+
+
+def train_llama(folder: Path) -> tuple[list[float], list[float]]:
+    """Return ten losses of torchtitan's config for Llama 3 8B and of the example's, with a tiny width."""
+    on_cpu.as_launched()
+    tiny_one = config_of(folder)
+    parts = ("model_spec", "dump_folder", "loss", "tokenizer", "dataloader", "parallelism")
+    losses = []
+    for config in (llama3_8b(), trainer_torchtitan.llama3_8b_sdp4bit()):
+        training = replace(
+            config.training, steps=10, seq_len=12, local_batch_size=4, disable_cuda_graphs=True
+        )
+        config = replace(config, **{part: getattr(tiny_one, part) for part in parts}, training=training)
+        config.metrics.log_freq, config.profiler.enable_profiling = 1, False
+        if isinstance(config, SDP4BitTrainer.Config):
+            config.sdp4bit.ranks_per_node = 1
+        losses.append(run(config)["losses"])
+    return losses[0], losses[1]
+
+
+def test_the_config_of_8b_trains_ten_steps_with_a_tiny_width(tmp_path: Path) -> None:
+    for plain, ours in run_ranks(train_llama, WORLD, tmp_path, timeout=240):
+        assert len(plain) == len(ours) == 10 and ours[0] == plain[0] and ours[1:] != plain[1:]
+        assert ours == pytest.approx(plain, rel=0.01)
 
 
 def train_moe(folder: Path) -> dict[str, Any]:
