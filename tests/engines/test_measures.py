@@ -19,7 +19,8 @@ from sdp4bit.collectives.reduce_scatter import count_nonfinite, upper_halves
 from sdp4bit.observe.measures import Telemetry, sample_ranges, squared_norms, total_measures
 from sdp4bit.quantization import reference
 from sdp4bit.quantization.layout import message_layout
-from tests.ranks import on_ranks, run_ranks
+from tests.collectives.built import reduce_scatter_of
+from tests.ranks import fake_world, on_ranks, run_ranks
 from tests.toy import QUANTIZED, Run, build, loss_of
 
 WHOLE_ROWS = TelemetryConfig(interval=2, sample_numel=1 << 20)
@@ -85,6 +86,19 @@ def test_squares_of_a_sample_are_those_of_the_row() -> None:
         assert found == pytest.approx(expected, rel=1e-9, abs=0.0)
 
 
+def test_an_error_has_the_steps_of_all_hops() -> None:
+    """Each hop quantizes once more: by 15 levels in groups of 128, or by 255, which is 16 times as fine."""
+    values, errors = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0)), {}
+    for bits in itertools.product((4, 8), repeat=2):
+        config = GradientConfig(intra_bits=bits[0], inter_bits=bits[1], intra_group_size=128)
+        with fake_world(4, rank=0):
+            reduction, _ = reduce_scatter_of(2, 2, config)
+            errors[bits] = float((reduction.requantized(values) - values).norm() / values.norm())
+    assert errors[8, 8] < 0.02 < min(errors[4, 8], errors[8, 4])
+    # Of two steps that know nothing of each other, the squares add up.
+    assert errors[4, 4] == pytest.approx(math.hypot(errors[4, 8], errors[8, 4]), rel=0.1)
+
+
 @on_ranks(2)
 def test_what_is_measured_before_a_refresh_is_what_it_does() -> None:
     """The drift and the error measured before a refresh are those that it leaves and makes."""
@@ -103,7 +117,7 @@ def test_what_is_measured_before_a_refresh_is_what_it_does() -> None:
     for measured in (now, comm.measure()):
         assert measured["weight_drift"] == pytest.approx(stats["weight_drift"], rel=1e-9)
     assert comm.measure()["pending"] == 0
-    # Uniform rounding to 15 levels of groups of 128, after 255 levels.
+    # Uniform rounding to 15 levels of groups of 128.
     assert 0.02 < stats["gradient_error"] < 0.4
     assert comm.measure()["gradient_error"] == stats["gradient_error"]
 
