@@ -87,7 +87,12 @@ def test_a_change_needs_the_tiers_that_use_it(imports: tiers.Imports, file: str,
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "name", ["kernels/test_cpu.py", "lab/compare/test_folders.py", "engines/ddp/test_hook.py"]
+    "name",
+    [
+        "engines/ddp/test_hook.py",
+        pytest.param("kernels/test_cpu.py", marks=pytest.mark.slow),
+        pytest.param("lab/compare/test_folders.py", marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_file_of_tests_imports_is_found_without_importing_it(
     imports: tiers.Imports, name: str

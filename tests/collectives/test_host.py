@@ -108,7 +108,9 @@ del group  # gloo's threads end here; at the interpreter's exit they may still r
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("interface", ["eth0", None], ids=["named", "route"])
+@pytest.mark.parametrize(
+    "interface", [pytest.param("eth0", marks=pytest.mark.slow, id="named"), pytest.param(None, id="route")]
+)
 def test_hosts_connect_although_their_own_names_lead_nowhere(interface: str | None) -> None:
     """Two network namespaces whose host names are unknown, like those of containers."""
     if reason := reason_to_skip():

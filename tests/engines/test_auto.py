@@ -22,7 +22,7 @@ from sdp4bit import Auto, GradientConfig, SDP4BitConfig, WeightConfig
 from sdp4bit.engines import auto as module
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook
 from tests.engines.ddp.test_hook import DDPRun
-from tests.engines.fsdp2.test_checkpoint import Job
+from tests.engines.fsdp2.jobs import Job
 from tests.engines.fsdp2.test_parallelism import TensorParallelRun
 from tests.engines.test_search import CHOICE_AFTER, SMALL
 from tests.ranks import first_rank_warns, on_ranks, run_ranks
@@ -122,6 +122,7 @@ def test_a_choice_of_plain_frees_the_replicas_and_calls_nothing_of_ours() -> Non
     run.train(1).finish()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_given_choice_trains_as_the_settings_alone() -> None:
     for name in ("sdp4bit", "bf16-wire", "plain"):
@@ -161,10 +162,15 @@ def save_and_resume(folder: str, seconds: Mapping[str, float], before: int, resu
     ("seconds", "before", "resumes"),
     [
         ({"plain": 4.0, "bf16-wire": 2.0, "sdp4bit": 1.0}, CHOICE_AFTER + 2, "sdp4bit"),
-        ({"plain": 4.0, "bf16-wire": 1.0, "sdp4bit": 2.0}, CHOICE_AFTER + 2, "bf16-wire"),
-        ({"plain": 1.0, "bf16-wire": 1.0, "sdp4bit": 1.0}, CHOICE_AFTER + 2, "plain"),
         ({"plain": 1.0, "bf16-wire": 1.0, "sdp4bit": 1.0}, 13, None),  # in a block of sdp4bit
-        ({"plain": 1.0, "bf16-wire": 1.0, "sdp4bit": 1.0}, 4, None),  # in a block of plain
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                ({"plain": 4.0, "bf16-wire": 1.0, "sdp4bit": 2.0}, CHOICE_AFTER + 2, "bf16-wire"),
+                ({"plain": 1.0, "bf16-wire": 1.0, "sdp4bit": 1.0}, CHOICE_AFTER + 2, "plain"),
+                ({"plain": 1.0, "bf16-wire": 1.0, "sdp4bit": 1.0}, 4, None),  # in a block of plain
+            )
+        ),
     ],
 )
 def test_a_resume_goes_on_with_the_choice(
@@ -173,6 +179,7 @@ def test_a_resume_goes_on_with_the_choice(
     run_ranks(save_and_resume, 2, str(tmp_path), seconds, before, resumes)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_full_precision_and_removal_inside_a_block_of_each_candidate() -> None:
     for before in (3, 7, 11):  # in the first blocks of plain, bf16-wire and sdp4bit
@@ -208,6 +215,7 @@ def test_accumulation_and_two_optimizers() -> None:
     assert finished[0] == finished[1]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_steps_that_gradscaler_skips_because_of_one_rank() -> None:
     finished = []
@@ -248,6 +256,7 @@ def test_a_rank_without_an_optimizer_of_torch_does_not_stop_the_others() -> None
     assert finished[0] == finished[1]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_optimizers_in_backward() -> None:
     finished = []
@@ -269,6 +278,7 @@ def test_optimizers_in_backward() -> None:
     assert finished[0] == finished[1]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_two_models_search_independently() -> None:
     runs = [Run(build(), settings(), topology=1) for _ in range(2)]

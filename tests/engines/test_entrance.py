@@ -113,6 +113,7 @@ def test_the_installed_package_has_these_entry_points() -> None:
     assert {each.name: each.value for each in found} == DECLARED
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_library_trains_without_adapters() -> None:
     command = [sys.executable, "-W", "ignore", "-c", ALONE]

@@ -80,7 +80,7 @@ def check(engine: str) -> None:
 
 
 @pytest.mark.like_plain
-@pytest.mark.parametrize("engine", ["FSDP2", "HSDP", "DDP"])
+@pytest.mark.parametrize("engine", ["FSDP2", pytest.param("HSDP", marks=pytest.mark.slow), "DDP"])
 @pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_rank_is_a_node(world: int, engine: str) -> None:
     run_ranks(check, world, engine, timeout=300.0)

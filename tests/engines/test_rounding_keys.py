@@ -49,7 +49,7 @@ def resumed(run: Any, fresh: Any, name: str = "comm") -> Any:
     return fresh
 
 
-@pytest.mark.parametrize("kind", ["FSDP2", "HSDP", "DDP"])
+@pytest.mark.parametrize("kind", ["FSDP2", pytest.param("HSDP", marks=pytest.mark.slow), "DDP"])
 @on_ranks(4, timeout=300)
 def test_no_key_is_drawn_twice(kind: str) -> None:
     config = replace(CONFIG, gradients=replace(CONFIG.gradients, start_step=1))

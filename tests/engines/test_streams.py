@@ -22,11 +22,8 @@ import torch
 import torch.distributed as dist
 
 from sdp4bit.collectives import transport
-from sdp4bit.collectives.streams import advance
 from sdp4bit.collectives.weight_replica import WeightReplica
 from sdp4bit.engines.fsdp2.hooks import AllGatherHook
-from sdp4bit_megatron.patches import GroupPatch
-from sdp4bit_megatron.staged import StagedCollectives
 from tests.engines import fake_cuda
 from tests.engines.simulated_cuda import simulate
 from tests.engines.stream_scenarios import (
@@ -60,16 +57,12 @@ MAY_WAIT = {
 """Scenarios in which the host has a reason to wait in a step, and the files that do it."""
 
 QUICK = (
-    *("plain FSDP2", "node replica", "pipeline chunks", "edits", "unshard, measured meanwhile", "two roots"),
-    *("HSDP", "DDP", "load"),
+    *("plain FSDP2", "pipeline chunks", "unshard, measured meanwhile", "two roots", "HSDP", "DDP", "load"),
 )
 """Scenarios of FSDP2 and DDP that the quick tests have; the parts of the others are in them too."""
 
-MEGATRON_QUICK = ("overlap", "resync and audit")
-"""The same of Megatron-Core."""
-
 ORDERED_QUICK = ("two roots", "audit", "mesh per parameter")
-"""The same of those whose collectives are compared between ranks."""
+"""Those whose collectives the quick tests compare between ranks."""
 
 
 def marked(scenarios: Iterable[str], quick: Sequence[str]) -> pytest.MarkDecorator:
@@ -160,27 +153,10 @@ def _read_late() -> Any:
     return mock.patch.object(AllGatherHook, "_refresh", read_late)
 
 
-def run_megatron(names: Sequence[str]) -> Outcome:
-    """Return the results of these scenarios of Megatron-Core, and the faults found with mutations."""
-    fake_cuda.install()
-    results = {name: run_scenario(name, MEGATRON_SCENARIOS) for name in names}
-    with mock.patch.object(GroupPatch, "finish_pending"):
-        unfinished = run_scenario("resync and audit", MEGATRON_SCENARIOS)[0]
-    with mock.patch.object(StagedCollectives, "_do_steps", _newest_first):
-        newest_first = run_scenario("one queue", MEGATRON_SCENARIOS)[0]
-    mutated = {"transfers that are under way": unfinished, "stages, newest first": newest_first}
-    return results, mutated
-
-
 def needed_on_megatron() -> dict[str, bool]:
     """Return which waits Megatron-Core's scenarios need."""
     fake_cuda.install()
     return needed({n: run_scenario(n, MEGATRON_SCENARIOS) for n in MEGATRON_SCENARIOS}, MEGATRON_SCENARIOS)
-
-
-def _newest_first(self: StagedCollectives) -> None:
-    """Messages of a bucket are filled before those of the one before it have arrived."""
-    self._under_way = advance(self._under_way[::-1])[::-1]
 
 
 def streams_of_transfers(name: str) -> list[str]:
@@ -219,57 +195,6 @@ def test_a_transfer_that_is_waited_for_at_once_is_on_the_stream_that_waits() -> 
     assert at_once and not [name for name in at_once if "communicator" in name]
     assert overlapping and all("communicator" in name for name in overlapping)
     assert sum("CUDA_DEVICE_MAX_CONNECTIONS=1" in text and "Unset it" in text for text in told) == 1
-
-
-def kernels_behind_own_transfers(name: str) -> tuple[int, set[int]]:
-    """Return how many kernels are issued behind a transfer that the same hook of a gradient has started.
-
-    With one hardware queue, nothing that is issued later starts before such a kernel does. And the priorities
-    of the streams that these kernels are on.
-    """
-    found: list[str] = []
-    priorities: set[int] = set()
-    transfers: list[tuple[Stream, int]] | None = None
-    start, launch = GroupPatch.start_grad_sync, Simulator.launch
-
-    def hook(self: GroupPatch, *args: Any, **kwargs: Any) -> None:
-        nonlocal transfers
-        transfers = []
-        start(self, *args, **kwargs)
-        transfers = None
-
-    def note(self: Simulator, what: str, *, on: Stream | None = None, **tensors: Any) -> None:
-        launch(self, what, on=on, **tensors)
-        stream = on or self.stream
-        if transfers is None:
-            return
-        if what == "all_to_all":
-            transfers.append((stream, stream.clock[stream]))
-        elif what.startswith(("hadamard", "dequantize")):
-            priorities.add(stream.priority)
-            found.extend(what for other, time in transfers if stream.is_after(other, time))
-
-    with (
-        mock.patch.object(GroupPatch, "start_grad_sync", hook),
-        mock.patch.object(Simulator, "launch", note),
-    ):
-        faults, _, _, failure = run_scenario(name, MEGATRON_SCENARIOS)
-    assert not failure and not faults, (failure, faults)
-    return len(found), priorities
-
-
-def run_megatron_hooks() -> dict[str, tuple[int, set[int]]]:
-    fake_cuda.install()
-    return {name: kernels_behind_own_transfers(name) for name in ("overlap", "one queue")}
-
-
-@pytest.mark.slow
-def test_with_one_queue_no_kernel_is_issued_behind_a_transfer_that_has_just_begun() -> None:
-    pytest.importorskip("megatron.core")
-    (found,) = run_ranks(run_megatron_hooks, 1, timeout=240.0)
-    (behind, high), (behind_with_one_queue, high_with_one_queue) = found["overlap"], found["one queue"]
-    assert behind > 0 and behind_with_one_queue == 0
-    assert high == high_with_one_queue == {-1}
 
 
 def _shared_buffers() -> Any:
@@ -319,13 +244,6 @@ def fsdp(request: pytest.FixtureRequest) -> list[Outcome]:
     return run_ranks(run_fsdp, 2, names_in(request), QUICK_MUTATIONS, timeout=900.0)
 
 
-@pytest.fixture(scope="module")
-def megatron(request: pytest.FixtureRequest) -> list[Outcome]:
-    """Run those of Megatron-Core in a process that `fake_cuda` has changed."""
-    pytest.importorskip("megatron.core")
-    return run_ranks(run_megatron, 1, names_in(request), timeout=480.0)
-
-
 def check(outcomes: list[Outcome], name: str) -> None:
     faults, waits, _, failure = next(results[name] for results, _ in outcomes if name in results)
     assert not failure, failure
@@ -342,11 +260,6 @@ def check(outcomes: list[Outcome], name: str) -> None:
 @marked(SCENARIOS, QUICK)
 def test_nothing_races_and_the_host_does_not_wait_on_fsdp2(fsdp: list[Outcome], name: str) -> None:
     check(fsdp, name)
-
-
-@marked(MEGATRON_SCENARIOS, MEGATRON_QUICK)
-def test_nothing_races_and_the_host_does_not_wait_on_megatron(megatron: list[Outcome], name: str) -> None:
-    check(megatron, name)
 
 
 @pytest.mark.slow
@@ -378,11 +291,6 @@ def check_mutations(outcomes: list[Outcome], names: Sequence[str]) -> None:
     faults = {name: found for _, mutated in outcomes for name, found in mutated.items()}
     assert set(faults) == set(names) and all(faults.values()), faults
     assert all("use after free" in faults[name][0] for name in names if "freed" in name)
-
-
-def test_there_is_a_fault_if_megatron_sends_what_is_still_under_way(megatron: list[Outcome]) -> None:
-    faults = megatron[0][1]
-    assert len(faults) == 2 and all(faults.values()), faults
 
 
 # -- the order of collectives on all ranks ------------------------------------------------------------

@@ -25,7 +25,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,6 +34,7 @@ from sdp4bit import GradientConfig, SDP4BitConfig, WeightConfig, quantize_commun
 from sdp4bit.collectives.weights import Due
 from sdp4bit.quantization.ops import checksum
 from tests import ROOT, toy
+from tests.engines.fsdp2.jobs import Job
 from tests.ranks import first_rank_warns, on_ranks, run_ranks
 
 pytestmark = pytest.mark.gloo
@@ -47,56 +47,6 @@ RANDOM = SDP4BitConfig(
 """All rounding is by random bits, which a resumed run must draw again."""
 BEFORE = 1
 LIMIT = 240.0
-
-
-class Job:
-    """A model, its optimizer, data from a given step on, and a handle unless it is plain FSDP2."""
-
-    def __init__(self, config: SDP4BitConfig | None, *, topology: int = 2, at: int = 0) -> None:
-        torch.manual_seed(0)
-        self.model = toy.shard(toy.ToyGPT(layers=1))
-        self.comm: Any = None
-        if config is not None:
-            self.comm = quantize_communication(self.model, topology=topology, config=config)
-        self.optimizer = toy.adamw(self.model)
-        self.data = toy.batches()
-        for _ in range(at):
-            next(self.data)
-
-    def train(self, steps: int) -> list[float]:
-        return toy.train(self.model, self.optimizer, self.data, steps, clip=None)
-
-    def logits(self) -> torch.Tensor:
-        with torch.no_grad():
-            return self.model(next(toy.batches(seed=9))[0])
-
-    def save(self, folder: str, **parts: Any) -> None:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer, **parts}, checkpoint_id=folder)
-
-    def load(self, folder: str, *, comm: str) -> Job:
-        """Load; the communication's state "before" or "after" the model's, or "not"."""
-        if comm == "before":
-            dcp.load({"comm": self.comm}, checkpoint_id=folder)
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-        if comm == "after":
-            dcp.load({"comm": self.comm}, checkpoint_id=folder)
-        return self
-
-    def bits(self) -> list[int]:
-        """Of every group: bit patterns of the main shard and of what the devices hold of it, counters."""
-        return [
-            value
-            for comm in self.comm.groups
-            for value in (
-                int(comm.view.fingerprints().sum()),
-                int(comm.weights.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
-                comm.weights.refreshes,
-                comm.gradients.reductions,
-            )
-        ]
 
 
 @contextmanager
@@ -527,6 +477,7 @@ CHAIN = ["full-precision gradients", "HSDP", "one node", "full-precision weights
 """What each saves, the next one loads."""
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=240)
 def test_another_layout_starts_from_the_main_weights(tmp_path: Path) -> None:
     """The first forward equals that of plain FSDP2 with the same weights; plain `dcp.load` raises nothing."""

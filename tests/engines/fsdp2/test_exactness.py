@@ -156,6 +156,7 @@ def test_qw_sends_the_weights_themselves_and_loses_their_precision(runs: Runs) -
     assert direct["weight_drift"] > 10 * difference["weight_drift"]
 
 
+@pytest.mark.slow
 @pytest.mark.like_plain
 def test_all_back_ends_give_the_same_losses(runs: Runs) -> None:
     pytest.importorskip("numba")
@@ -189,6 +190,7 @@ ELEVEN = replace(
 )
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_few_bits_train_the_table_and_the_measures_tell_them_and_nobody_is_alarmed() -> None:
     plain = Run(build(), None, ordered=True).train(2).finish()

@@ -56,6 +56,7 @@ class Calls(TorchDispatchMode):
 # -- measuring ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_measuring_takes_few_calls_before_the_first_unshard_and_no_timed_event() -> None:
     """Of each group five operators, their buffers, the samples in any number of stretches, squared norms."""
