@@ -190,6 +190,21 @@ def test_a_step_is_an_optimizer_step_however_often_gradients_are_reduced() -> No
     assert again["last_step"]["inter_bytes"] == weights + 2 * gradients
 
 
+@on_ranks(2)
+def test_a_step_that_changes_nothing_is_a_step_and_an_edit_is_none() -> None:
+    run = Run(build(), QUANTIZED, topology=1).train(2)
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0  # as in the first step of a warm-up
+    run.train(1)
+    run.evaluate()
+    assert run.comm.stats()["steps"] == 3
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(1.001)
+    run.evaluate()
+    assert run.comm.stats()["steps"] == 3
+
+
 @on_ranks(4)
 def test_steps_without_replicas_are_agreed_on() -> None:
     """An optimizer that only some ranks have still ends a step on all of them."""

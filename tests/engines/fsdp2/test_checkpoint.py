@@ -115,6 +115,7 @@ def resume(folder: str, config: SDP4BitConfig, exact: list[tuple[list[float], li
     start = partial(Job, topology=dist.get_world_size() // 2, at=BEFORE)
     with expect_warnings(), logged() as lines:
         job = start(config).load(f"{folder}/after-step", comm="before")
+        assert job.comm.stats()["steps"] == BEFORE
         assert job.train(len(losses)) == losses
         assert job.bits() == bits
         # A replica on every rank holds what one per node holds.
@@ -154,13 +155,13 @@ def test_a_run_that_goes_back_in_its_own_process_repeats_itself(tmp_path: Path) 
     job.train(BEFORE)
     job.logits()
     job.save(str(tmp_path), comm=job.comm)
-    expected = job.train(2), job.bits()
+    expected = job.train(2), job.bits(), job.comm.stats()["steps"]
     for comm in ("before", "after"):
         job.load(str(tmp_path), comm=comm).data = toy.batches()
         for _ in range(BEFORE):
             next(job.data)
         with expect_warnings():
-            assert (job.train(2), job.bits()) == expected, comm
+            assert (job.train(2), job.bits(), job.comm.stats()["steps"]) == expected, comm
 
 
 def weights_of(job: Job) -> list[int]:

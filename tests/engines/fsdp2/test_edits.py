@@ -202,6 +202,20 @@ def test_all_ranks_follow_the_edit_of_one_and_a_forward_asks_once() -> None:
     assert run.evaluate() == plain.evaluate()
 
 
+@on_ranks(2)
+def test_a_backward_has_the_weights_of_its_forward_whatever_is_asked_for_in_between() -> None:
+    runs = [Run(build(), QUANTIZED, topology=1).train(2) for _ in range(2)]
+    for run in runs:
+        loss = loss_of(run.model, next(run.data))
+        if run is runs[1]:
+            run.comm.resync()
+        loss.backward()
+    one, other = ([p.grad.to_local() for p in run.model.parameters()] for run in runs)
+    assert all(map(torch.equal, one, other))
+    runs[1].evaluate()
+    assert [run.comm.stats()["full_refreshes"] for run in runs] == [0, len(runs[1].comm.groups)]
+
+
 # -- after a step, NaN, loads ----------------------------------------------------------------------------
 
 
@@ -340,6 +354,10 @@ def test_a_state_dict_that_is_kept_is_looked_at_once_per_forward() -> None:
         run.evaluate()
     # Its tensors are asked twice each: whether they were written to, and what they are from now on.
     assert 0 < versions.call_count <= 2 * len(kept)
+    # A write to one of them is an edit, and no load.
+    before, refreshes = run.evaluate(), run.comm.stats()["full_refreshes"]
+    kept["blocks.0.fc1.weight"].to_local().mul_(1.01)
+    assert run.evaluate() != before and run.comm.stats()["full_refreshes"] == refreshes
 
 
 # -- optimizers of some ranks only -------------------------------------------------------------------------
