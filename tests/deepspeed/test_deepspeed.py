@@ -225,8 +225,8 @@ FAULTS: dict[str, tuple[Target, int, bool]] = {
     "between two groups": (lambda zero: (zero, "_optimizer_step"), 2, False),
     "before sending": (lambda _: (WeightReplica, "_start"), 1, False),
     "while sending": (lambda _: (WeightReplica, "_start"), 2, False),
-    "applying the first group": (lambda _: (weight_replica, "run"), 1, True),
-    "applying the last group": (lambda _: (weight_replica, "run"), 2, True),
+    "applying the first group": (lambda _: (weight_replica, "_finish"), 1, True),
+    "applying the last group": (lambda _: (weight_replica, "_finish"), 2, True),
     "after the step": (lambda zero: (zero, "_update_model_bit16_weights"), 1, True),
 }
 """Points of `engine.step()`: the function that fails there, in which of its calls, and whether one rank may
