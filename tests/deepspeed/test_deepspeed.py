@@ -265,6 +265,30 @@ def step_once(engine: Any, number: int) -> None:
     engine.step()
 
 
+@on_ranks(2)
+def test_a_parameter_without_a_gradient_gets_no_noise_of_the_others() -> None:
+    mains = []
+    for config in (None, QUANTIZED):
+        # Gradients in fp32 have a buffer, to which all that has been reduced is added.
+        engine = engine_of(**OPTIONS["stage 2, fp32"], gradient_accumulation_steps=1)
+        comm = config and quantize_communication(engine, topology=1, config=config)
+        for number in range(2):
+            step_once(engine, number)
+        zero = engine.optimizer
+        mains.append([main.clone() for main in zero.single_partition_of_fp32_groups])
+    unused, held = engine.module.unused, 0
+    for group, params, plain, ours in zip(comm.groups, zero.bit16_groups, *mains, strict=True):
+        assert not torch.equal(plain, ours)
+        if any(param is unused for param in params):
+            place, first = group.view.places[zero.get_param_id(unused)], group.view.own.start
+            start, end = (min(max(at - first, 0), len(ours)) for at in place)  # in this rank's row
+            assert torch.equal(plain[start:end], ours[start:end])
+            held = end - start
+    numel = torch.tensor(held)
+    dist.all_reduce(numel)
+    assert numel == unused.numel()
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(2)
 def test_an_exception_in_a_step_leaves_equal_replicas(stage: int) -> None:

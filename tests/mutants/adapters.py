@@ -34,7 +34,11 @@ SOURCES = (
                 "pass",
                 tests=(f"{DEEPSPEED}::test_refusals",),
             ),
-            M("rows.clear_others(values, numbers)\n                place", "place"),
+            M(
+                "rows.clear_others(values, numbers)\n                place",
+                "place",
+                tests=(f"{DEEPSPEED}::test_a_parameter_without_a_gradient_gets_no_noise_of_the_others",),
+            ),
             M("group.gradients.plain_all_reduces = True", "group.gradients.plain_all_reduces = False"),
         ),
     ),
