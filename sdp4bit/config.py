@@ -497,6 +497,11 @@ class Auto:
             if each == PLAIN:
                 named[PLAIN] = None
                 continue
+            if not (isinstance(each, SDP4BitConfig) or (isinstance(each, str) and each in PRESETS)):
+                raise ValueError(
+                    f"auto.candidates has {each!r}: use {PLAIN}, a preset ({', '.join(PRESETS)}), or an "
+                    "SDP4BitConfig"
+                )
             config = as_config(each)
             presets = ((name, SDP4BitConfig.preset(name)) for name in PRESETS)
             name = next((name for name, preset in presets if preset.rounds_as(config)), f"settings {number}")

@@ -247,8 +247,10 @@ class CommHandle(Misused, ABC):
         text = (
             f"{type(self).__name__}: {len(groups)} parameter group{'s' * (len(groups) != 1)} on "
             f"{', '.join(shapes) or 'no'} ranks (nodes x ranks per node); "
-            f"{' and '.join(f'{part} of {quantized[part]}' for part in self._sent)} are quantized"
         )
+        if self._search is not None and not self._is_quantized:
+            return text + str(self._search)
+        text += f"{' and '.join(f'{part} of {quantized[part]}' for part in self._sent)} are quantized"
         ratio, sent = stats["compression_ratio"], format_bytes(stats["last_step"]["inter_bytes"])
         return text if ratio is None else f"{text}; step {stats['steps']}: {sent} inter-node ({ratio:.2f}x)"
 

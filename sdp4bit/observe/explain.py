@@ -22,7 +22,9 @@ MOST_NODES_IN_ONE_HOP = 64
 """More nodes than this get a note that blocks of nodes send fewer messages."""
 _FULL_REFRESHES = {
     FullReason.FIRST_USE: "first use",
-    FullReason.REQUESTED: "requested (resync, full_precision, audit), interrupted, or due on another rank",
+    FullReason.REQUESTED: (
+        "requested (resync, full_precision, audit, auto), interrupted, or due on another rank"
+    ),
     FullReason.LARGE: f"weights changed by more than 1/{round(1 / LARGEST_SMALL_EDIT)} of their norm",
     FullReason.LOADED: "weights were loaded",
     FullReason.NONFINITE: "the refresh before held NaN or infinity",

@@ -44,6 +44,7 @@ def _demo(config: DemoConfig) -> int:
         config.links.unlink(missing_ok=True)
         if code := _time_links(config):
             _print_times(LinkTimes.read(config.links))
+            console().print("The same command begins with the links again, and then trains.")
             return code
     comparison = config.comparison()
     code = run_on_ranks(f"{__name__}:train", config=comparison, parallel=comparison.parallel)

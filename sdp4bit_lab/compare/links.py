@@ -71,11 +71,11 @@ class LinkTimes:
 
     def line(self, rate: int) -> str:
         """Return the result at one rate."""
-        if rate in self.unreliable:
-            return f"at {rate:,} Mbit/s: unreliable ({self.unreliable[rate]})"
         plain, ours = (median(seconds) for seconds in self.seconds[rate])
-        how = " (calculated)" * bool(self.why_calculated)
-        return f"at {rate:,} Mbit/s: {plain:.2f} s, {ours:.2f} s with sdp4bit: {self.gain(rate):.1f}x{how}"
+        times = f"at {rate:,} Mbit/s: {plain:.2f} s, {ours:.2f} s with sdp4bit"
+        if rate in self.unreliable:
+            return f"{times}, but unreliable ({self.unreliable[rate]})"
+        return f"{times}: {self.gain(rate):.1f}x" + " (calculated)" * bool(self.why_calculated)
 
     def text(self) -> tuple[str, str]:
         """Return a table and its conditions, for 80 columns."""

@@ -105,10 +105,9 @@ class DataConfig(TokenizerConfig):
     """Source of the tokens, and their tokenizer."""
 
     data_path: tuple[str | Path, ...] = ()
-    """Prefixes of .bin/.idx files from `sdp4bit preprocess` or Megatron, each after an optional weight. Or
-    files as of `sdp4bit preprocess --input`: JSON lines (an object with "text" per line), Parquet or plain
-    text (one document per file, or several separated by <|endoftext|>). Default: the source code of
-    Python's standard library."""
+    """Files: JSON lines (an object with "text" per line), Parquet or plain text, as `sdp4bit preprocess
+    --input` reads them. Or prefixes of .bin/.idx files from `sdp4bit preprocess` or Megatron, each after an
+    optional weight. Default: the source code of Python's standard library."""
     split: str | None = None
     """Proportions of training, validation and test documents in the .bin/.idx files of --data-path. A test
     split that is too small is skipped with a warning. Default: 969,30,1."""

@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from sdp4bit_lab.common.settings import SettingError
 from sdp4bit_lab.pretrain.data.documents import read_documents
@@ -34,10 +35,15 @@ def read_corpus(paths: Sequence[Path]) -> Iterator[str]:
         yield from _standard_library(STANDARD_LIBRARY_BYTES)
     for path in paths:
         if not path.is_file():
-            raise SettingError(f"--data-path {path}: neither this file nor {path}.idx exists")
-        for (sentences,) in read_documents(path):
+            problem = "is a folder: name its files" if path.is_dir() else "is no file, and has no .idx"
+            raise SettingError(f"--data-path {path} {problem}")
+        for (sentences,) in read_documents(path, skip=_refuse):
             if text := "".join(sentences):
                 yield text
+
+
+def _refuse(error: SettingError) -> NoReturn:
+    raise SettingError(f"{error}. `sdp4bit preprocess --skip-invalid` leaves such documents out")
 
 
 def _standard_library(limit: int) -> Iterator[str]:

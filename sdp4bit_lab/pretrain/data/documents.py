@@ -42,6 +42,10 @@ _REFUSED = {
     "a GGUF file": (rb"GGUF", "give a corpus instead of a model"),
     "a pickle": (rb"\x80[\x02-\x05]", "write its texts as JSON lines"),
     "a PDF": (rb"%PDF-", "extract its text"),
+    "a picture, sound or film": (
+        rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|ID3|OggS|fLaC|.{4}ftyp",
+        "give a corpus of text",
+    ),
     "UTF-16 or UTF-32 text": (rb"\xff\xfe|\xfe\xff|\0\0\xfe\xff", "`iconv -f UTF-16 -t UTF-8` converts it"),
     "a MediaWiki dump": (rb"<mediawiki", "WikiExtractor converts it to JSON lines"),
     "a WARC file": (rb"WARC/", "extract its texts, for example by trafilatura"),
@@ -67,7 +71,9 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         paths = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         matching = [Path(path) for path in paths if Path(path).is_file()]
-        require(bool(matching), f"--input {pattern}: no such file")
+        is_folder = Path(pattern).is_dir()
+        problem = f"is a folder: give its files, as in '{pattern}/*'" if is_folder else "matches no file"
+        require(bool(matching), f"--input {pattern} {problem}")
         files += matching
     for path in files:
         with _explained(path):
@@ -205,8 +211,10 @@ def _parse(document: bytes | Mapping[str, Any], *, where: str) -> Mapping[str, A
     """Return the members of a line of JSON."""
     if not isinstance(document, bytes):
         return document
+    require(b"\0" not in document, f"{where}: a NUL byte, so the file is damaged or no text")
     try:
-        members = json.loads(document, parse_int=_integer)
+        # Python would take bytes for UTF-16 or UTF-32 by their zeros.
+        members = json.loads(document.decode("utf-8-sig", "surrogatepass"), parse_int=_integer)
     except RecursionError:
         raise SettingError(f"{where}: the JSON is nested too deeply to be read") from None
     except ValueError as error:
@@ -230,8 +238,8 @@ def _integer(text: str) -> float:
 def _sentences(members: Mapping[str, Any], key: str, *, where: str) -> list[str]:
     require(
         key in members,
-        f'{where}: no "{key}" among {", ".join(map(repr, members))}: convert the file with '
-        f"`sdp4bit preprocess --json-keys {next(iter(members), 'KEY')}`",
+        f'{where}: no "{key}" among {", ".join(map(repr, members))}. If all documents are like that, '
+        f"`sdp4bit preprocess --json-keys {next(iter(members), 'KEY')}` reads them",
     )
     value = members[key]
     try:

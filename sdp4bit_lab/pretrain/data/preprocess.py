@@ -109,6 +109,8 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
     if config.workers is not None:
         # The tokenizers library reads it at its first call.
         os.environ["RAYON_NUM_THREADS"] = str(config.workers)
+    prefix = config.output_prefix
+    require(not prefix.is_dir(), f"--output-prefix {prefix} is a folder: add a name, as in {prefix}/corpus")
     files = find_files(config.input)
     skipped = 0
 
@@ -143,7 +145,7 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
             if count // config.log_interval > before // config.log_interval:
                 rate = tokens / (time.perf_counter() - start)
                 console.print(f"{count:,} documents, {tokens:,} tokens, {rate:,.0f}/s", highlight=False)
-        require(tokens > 0, f"--input {' '.join(config.input)}: the {count} documents have no text")
+        require(tokens > 0, f"--input {' '.join(config.input)}: no text in {count} documents")
         if config.train_tokenizer is not None:
             tokenizer.save(config.tokenizer_path)
         for writer in writers:
@@ -157,7 +159,7 @@ def preprocess(config: PreprocessConfig, *, console: Console | None = None) -> N
     meaning = "became tokens" if config.parse_special_tokens else "stayed text (--parse-special-tokens)"
     console.print(
         f"{tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s); {', '.join(written)}\n"
-        f"{count:,} documents, {skipped:,} invalid ones skipped; {ends}; "
+        f"{count:,} documents, {skipped:,} invalid and left out; {ends}; "
         f"{spelled:,} spelled special tokens {meaning}",
         highlight=False,
         soft_wrap=True,

@@ -135,7 +135,7 @@ def check_reasons() -> None:
         with run.comm.full_precision():
             pass
 
-    requested = "requested (resync, full_precision, audit), interrupted, or due on another rank"
+    requested = "requested (resync, full_precision, audit, auto), interrupted, or due on another rank"
     for cause, reason in (
         (run.comm.resync, requested),
         (switch, requested),

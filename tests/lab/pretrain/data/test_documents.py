@@ -103,6 +103,8 @@ CONTENTS: dict[str, tuple[bytes, int | str]] = {
     "an index of Megatron": (layout([[[1, 2]]])[1], "is an index of Megatron's tokens"),
     "safetensors": (safetensors.numpy.save({"x": np.zeros(3)}), "is a safetensors file"),
     "a pickle": (pickle.dumps([1, 2]), "is a pickle"),
+    "a picture": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is a picture, sound or film"),
+    "JSON lines with NUL": (LINES + b'\0\0{"text": "three"}\n', "line 4: a NUL byte, so the file is damaged"),
     "UTF-16 text": ("text".encode("utf-16"), "is UTF-16 or UTF-32 text.*iconv"),
     "a pointer of Git LFS": (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
 }

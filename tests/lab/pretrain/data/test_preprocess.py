@@ -108,7 +108,7 @@ class TestCommand:
         assert re.search(r"^[\d,]+ tokens in .* tokens/s", said, re.MULTILINE)
         # Of 10 documents, one is empty.
         assert said.splitlines()[-1] == (
-            "10 documents, 0 invalid ones skipped; <|endoftext|> ends 9 of them; "
+            "10 documents, 0 invalid and left out; <|endoftext|> ends 9 of them; "
             "1 spelled special tokens stayed text (--parse-special-tokens)"
         )
 
@@ -200,7 +200,7 @@ class TestSpecialTokens:
         assert not control & set(tokens[:-1]) and tokens[-1] == tokenizer.token_to_id(named)
         assert len(tokens) == len(self.TEXT) + 1  # nothing is merged
         assert line == (
-            f"1 documents, 0 invalid ones skipped; {named} ends 1 of them; "
+            f"1 documents, 0 invalid and left out; {named} ends 1 of them; "
             "3 spelled special tokens stayed text (--parse-special-tokens)"
         )
 
@@ -261,7 +261,7 @@ class TestInputs:
         assert re.findall(r"^skipped .*x\.jsonl, line (\d+): ", said, re.MULTILINE) == [
             *("2", "3", "5"), *map(str, range(7, 14))
         ]  # fmt: skip
-        assert "2 documents, 23 invalid ones skipped; " in said
+        assert "2 documents, 23 invalid and left out; " in said
 
     def test_an_interrupted_or_failed_command_keeps_the_files_before_it(self, vocabulary, tmp_path):
         run(vocabulary, write_lines(tmp_path / "x.jsonl", TEXTS), to=tmp_path / "x")
@@ -322,7 +322,7 @@ class TestInputs:
             (b'"text"', "expected a JSON object, not str"),
             (
                 b'{"words": "x"}',
-                "no \"text\" among 'words': convert the file with `sdp4bit preprocess --json-keys words`",
+                "no \"text\" among 'words'. If all documents are like that, `sdp4bit preprocess",
             ),
             (b'{"text": 3}', '"text" is int, not a string'),
             (b'{"text": ["a", null]}', '"text" is NoneType, not a string'),
@@ -357,9 +357,9 @@ class TestInputs:
             run(vocabulary, tmp_path / "x.jsonl", tmp_path / "y.jsonl", to=tmp_path / "x")
 
     def test_nothing_to_do_is_an_error(self, vocabulary, tmp_path):
-        with pytest.raises(SettingError, match=r"--input .*none\*\.jsonl: no such file"):
+        with pytest.raises(SettingError, match=r"--input .*none\*\.jsonl matches no file"):
             run(vocabulary, str(tmp_path / "none*.jsonl"), to=tmp_path / "x")
-        with pytest.raises(SettingError, match="the 1 documents have no text"):
+        with pytest.raises(SettingError, match="no text in 1 documents"):
             run(vocabulary, write_lines(tmp_path / "x.jsonl", [""]), to=tmp_path / "x")
         assert [entry.name for entry in tmp_path.iterdir()] == ["x.jsonl"]
 

@@ -44,7 +44,7 @@ class TestCorpus:
     def test_documents_are_those_of_the_files_and_a_missing_one_is_named(self, text_file, tmp_path):
         (tmp_path / "a.txt").write_text(f"one{END_OF_TEXT}two{END_OF_TEXT}")
         assert list(read_corpus((tmp_path / "a.txt", text_file))) == ["one", "two", *DOCUMENTS]
-        with pytest.raises(SettingError, match=r"missing\.txt: neither this file nor"):
+        with pytest.raises(SettingError, match=r"missing\.txt is no file, and has no"):
             list(read_corpus((tmp_path / "missing.txt",)))
 
     def test_the_standard_library_is_there_without_a_download(self):
