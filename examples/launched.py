@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--save-every", type=int, default=4)
     parser.add_argument("--topology", type=lambda text: text if text == "auto" else int(text), default="auto")
+    parser.add_argument("--time-steps", action="store_true", help="then time steps with and without sdp4bit")
     options = parser.parse_args()
 
     run = Run(start(), topology=options.topology)
@@ -108,12 +109,16 @@ def main() -> None:
     saved = sorted(options.checkpoints.glob("step-*/.metadata"))
     if saved:
         run.load(saved[-1].parent)
+    if dist.get_rank() == 0:
+        print(run.comm.explain())
     while run.step < options.steps:
         run.train_step()
         if run.step % options.save_every == 0:
             run.save(options.checkpoints / f"step-{run.step:08}")
-    if dist.get_rank() == 0:
-        print(run.comm.explain())
+    if options.time_steps:
+        measured = run.comm.time_steps(run.train_step)
+        if dist.get_rank() == 0:
+            print(measured)
     dist.destroy_process_group()
 
 

@@ -76,8 +76,13 @@ class Machines:
     def __enter__(self) -> Machines:
         self._network.__enter__()
         self._network.set_rate(self._rate)
-        hosts = [f"{self._network.address(number)} {name}\n" for number, name in enumerate(NAMES)]
-        (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(hosts))
+        for own in NAMES:
+            # As Debian and Ubuntu write it: a machine's own name leads to itself, and to no network.
+            places = [
+                "127.0.1.1" if name == own else self._network.address(n) for n, name in enumerate(NAMES)
+            ]
+            hosts = [f"{place} {name}\n" for place, name in zip(places, NAMES, strict=True)]
+            (self.folder / f"hosts-{own}").write_text("127.0.0.1 localhost\n" + "".join(hosts))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,7 +91,8 @@ class Machines:
 
     def start(self, number: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a program on a machine, which ends with the block."""
-        own = f'hostname {NAMES[number]}; mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
+        name = NAMES[number]
+        own = f'hostname {name}; mount --bind {self.folder}/hosts-{name} /etc/hosts; exec "$@"'
         wrapped = ["unshare", "--uts", "--mount", "sh", "-c", own, "sh", *command]
         return self._network.start(number, wrapped, **{"cwd": ROOT, "env": environment()} | options)
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import importlib
 import re
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,7 +61,7 @@ def assert_steps(text: str) -> None:
     for steps in ((1, 2, 3, 4), (3, 5)):
         places = [text.index(f"== {number}. ") for number in steps]
         assert places == sorted(places)
-    assert re.findall(r"^== 1\. network: (node\d) reaches (\S+) by eth0$", text, re.M)
+    assert re.findall(r"^== 1\. network: (node\d) uses eth0 to (\S+)$", text, re.M)
     assert "2 ranks on 2 hosts" in text and "Result: all checks passed" in text
     (rate,) = set(re.findall(r"^inter-node, per node: ([\d.]+) MB/s per direction", text, re.M))
     # At most the link's rate; on a busy machine it may be any part of it.
@@ -125,6 +128,32 @@ def test_two_machines_without_a_scheduler_go_through_the_five_steps(
     assert plans[0] == plans[1]
 
 
+def with_stand_ins(
+    folder: Path, program: Sequence[str], **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run first_hour.sh on the first machine, with stand-ins for the programs that it starts."""
+    stand_ins = {
+        "torchrun": "echo ran $*",
+        "sdp4bit": 'case "$*" in *--wrong*) exit 2 ;; esac; echo "recommendation: $ADVICE"',
+        "python": "test $OWN && echo $OWN",  # the address towards HEAD
+    }
+    for name, text in stand_ins.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    given = environment(
+        **{"HEAD": "10.0.0.1", "OWN": "10.0.0.1", "INTERFACE": "lo", "OUT": str(folder), **variables}
+    )
+    return subprocess.run(
+        ["examples/cluster/first_hour.sh", *program],
+        cwd=ROOT,
+        env={**given, "PATH": f"{folder}:{given['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("advice", "steps", "trains"),
@@ -137,23 +166,10 @@ def test_two_machines_without_a_scheduler_go_through_the_five_steps(
 def test_nothing_is_trained_against_the_advice_of_the_plan(
     advice: str, steps: str, trains: bool, tmp_path: Path
 ) -> None:
-    """With stand-ins for the programs, on a machine that is not the first one of its job."""
-    programs = {"torchrun": "echo ran $*", "sdp4bit": f"echo recommendation: {advice}"}
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    variables = environment(HEAD="10.0.0.1", INTERFACE="lo", OUT=str(tmp_path), STEPS=steps, SLURM_NODEID="1")
-    done = subprocess.run(
-        ["examples/cluster/first_hour.sh", "program.py"],
-        cwd=ROOT,
-        env={**variables, "PATH": f"{tmp_path}:{variables['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    done = with_stand_ins(tmp_path, ["program.py"], ADVICE=advice, STEPS=steps, SLURM_NODEID="1")
     assert done.returncode == (0 if trains else 2), done.stderr
     assert ("program.py" in done.stdout) == trains
+    assert (f"== done: {steps}" in done.stdout) == trains
     assert ("leave sdp4bit off, so nothing is trained" in done.stderr) == (not trains)
 
 
@@ -164,20 +180,32 @@ def test_nothing_is_trained_against_the_advice_of_the_plan(
         ({"HEAD": ""}, "set HEAD to the address of the first machine, as the second one sees it"),
         ({"HEAD": "localhost"}, "on this machine, which the others cannot reach: set HEAD to its address"),
         ({"HEAD": "no.such.host.invalid"}, "the name no.such.host.invalid is not known here"),
-        ({"HEAD": "10.0.0.1", "INTERFACE": "lo", "STEPS": "test"}, "test is no step"),
-        ({"HEAD": "10.0.0.1", "INTERFACE": "lo", "STEPS": "train"}, "step 5 needs the training program"),
+        ({"OWN": ""}, "this machine has no route to HEAD=10.0.0.1"),
+        ({"INTERFACE": "docker9"}, "there is no interface docker9 on this machine, but "),
+        ({"STEPS": "selftest test"}, "test is no step"),
+        ({"STEPS": "selftest train"}, "step 5 needs the training program"),
+        ({"STEPS": "selftest plan", "PLAN": "--wrong"}, 'PLAN="--wrong" is not what sdp4bit plan takes'),
     ],
 )
 def test_values_that_cannot_work_end_before_a_rank_waits(
     variables: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        ["examples/cluster/first_hour.sh"],
-        cwd=ROOT,
-        env=environment(OUT=str(tmp_path), **variables),
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    done = with_stand_ins(tmp_path, [], **variables)
     assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert "ran" not in done.stdout
+
+
+@pytest.mark.gloo
+def test_the_second_machine_says_that_it_waits(tmp_path: Path) -> None:
+    """Nothing listens at this address, and then something does."""
+    with socket.socket() as server:
+        server.bind(("0.0.0.0", 0))
+        port = server.getsockname()[1]
+        later = threading.Timer(3, server.listen)
+        later.start()
+        # An address of this machine that the script does not take for one, as it does 127.0.0.1.
+        variables = {"HEAD": "0.0.0.0", "OWN": "10.0.0.2", "STEPS": "selftest", "PORT": str(port)}
+        done = with_stand_ins(tmp_path, [], **variables)
+        later.join()
+    assert f"waiting for 0.0.0.0, port {port}: start this script there, too (0 s)" in done.stdout
+    assert done.returncode == 0 and "ran " in done.stdout, done.stderr
