@@ -136,7 +136,7 @@ test-all: ## run the tests of all tiers, those that need other packages too
 	@$(MAKE) --no-print-directory test-ecosystem
 	@$(MAKE) --no-print-directory test-deepspeed
 
-test-core: $(STAMP) ## run the core of the tests, in 90 s: definition, formats, plans, collectives, FSDP2
+test-core: $(STAMP) ## run the core of the tests, in a minute: definition, formats, plans, collectives, FSDP2
 	$(BIN)/python $(PYTEST) -n 2 $(CORE)
 
 test-unit: $(STAMP) ## run the tests that start no process
