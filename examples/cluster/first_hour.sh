@@ -78,18 +78,20 @@ done
 
 # Start a program on the ranks of all machines. Each step has its own port, because a machine may be one step ahead.
 launch() {
-    local number=$1 restarts=$2 port=$((PORT + $1)) seconds=0 is_head
+    local number=$1 restarts=$2 port=$((PORT + $1)) is_head=false began=$SECONDS told=-30 seconds
     shift 2
     if [ "$own_address" = "$address" ]; then
         is_head=true
         echo "waiting at port $port until all of the $NNODES machines are in this step; results appear here"
     else
-        is_head=false
-        until timeout 5 bash -c "exec 3<>/dev/tcp/$HEAD/$port" 2>/dev/null; do
-            if [ $((seconds % 30)) = 0 ]; then echo "waiting for $HEAD, port $port: start this script there, too ($seconds s)"; fi
+        until timeout 5 bash -c "exec 3<>/dev/tcp/$address/$port" 2>/dev/null; do
+            seconds=$((SECONDS - began))
+            if [ $((seconds - told)) -ge 30 ]; then
+                echo "waiting for $HEAD, port $port: start this script there, too ($seconds s)"
+                told=$seconds
+            fi
             test $seconds -lt 600 || stop "nothing answers at $HEAD, port $port: is HEAD the address of the first machine, is this script running there, and does a firewall let the port through?"
             sleep 2
-            seconds=$((seconds + 2))
         done
         echo "results appear on the first machine"
     fi
