@@ -77,7 +77,9 @@ SLOW = {
 def run_all(tests: Sequence[Test], folder: Path) -> None:
     """Run tests in this rank, one after the other, with unchecked kernels."""
     for number, test in enumerate(tests):
-        arguments = [folder / str(number)] * len(inspect.signature(test).parameters)
+        own = folder / str(number)
+        own.mkdir(exist_ok=True)
+        arguments = [own] * len(inspect.signature(test).parameters)
         test.in_rank(*arguments)  # type: ignore[attr-defined]
     assert ops.backend_name("cpu") == "numba" and "auto:cpu" in ops._loaded and not ops._is_checked
 
