@@ -82,7 +82,7 @@ launch() {
     shift 2
     if [ "$own_address" = "$address" ]; then
         is_head=true
-        echo "waiting at port $port until all of the $NNODES machines are in this step; results appear here"
+        echo "waiting at port $port until all of the $NNODES machines are in this step"
     else
         until timeout 5 bash -c "exec 3<>/dev/tcp/$address/$port" 2>/dev/null; do
             seconds=$((SECONDS - began))
@@ -93,8 +93,8 @@ launch() {
             test $seconds -lt 600 || stop "nothing answers at $HEAD, port $port: is HEAD the address of the first machine, is this script running there, and does a firewall let the port through?"
             sleep 2
         done
-        echo "results appear on the first machine"
     fi
+    echo "rank 0 prints the results, which is on one of the machines"
     # torchrun would look up this machine's name, which leads to 127.0.1.1 on Debian and Ubuntu, or nowhere.
     torchrun --nnodes "$NNODES" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "$restarts" \
         --rdzv-backend c10d --rdzv-id "${JOB:-first-hour}-$number" --rdzv-endpoint "$HEAD:$port" \
@@ -111,8 +111,8 @@ for step in $STEPS; do
         #
         #   Result: all checks passed; measured 23.1 GB/s between nodes (per node) and ...
         #
-        # Nothing within a minute: the ranks do not meet. HEAD must be an address of the first machine that the other
-        # reaches (`ping`), and a firewall must let the ports through. A check that fails prints a command that repeats it.
+        # "waiting ..." and nothing else: the machines do not meet. HEAD must be an address of the first one that the others
+        # reach, and a firewall must let the ports through. A check that fails prints a command that repeats it.
         ;;
     # ---- 3. How fast are the link, the kernels and the hosts? ------------------------------------------------------------
     probe)

@@ -236,10 +236,8 @@ class Search:
             return True
         medians = self.medians()
         limit = TOLERANCE * min(medians[name] for name in self._remaining)
-        steps, chosen = (
-            self._passes // self._per_step,
-            next(name for name in self._remaining if medians[name] <= limit),
-        )
+        steps = self._passes // self._per_step
+        chosen = next(name for name in self._remaining if medians[name] <= limit)
         self._adopt(chosen)
         self._log(f"auto chose {chosen} after {steps} steps ({self._measured()})")
         return False

@@ -112,7 +112,7 @@ def test_the_choice_is_reported_and_trains_as_its_settings_do() -> None:
 def test_a_choice_of_plain_frees_the_replicas_and_calls_nothing_of_ours() -> None:
     run = Run(build(), settings(), topology=1)
     train_timed(run, {"plain": 1.0, "bf16-wire": 2.0, "sdp4bit": 4.0}, CHOICE_AFTER)
-    assert run.comm.stats()["auto"]["candidate"] == "plain"
+    assert run.comm.stats()["auto"]["candidate"] == "plain" and "; auto chose plain (" in repr(run.comm)
     assert not any(isinstance(group.view.comms.all_gather, AllGatherHook) for group in run.comm.groups)
     assert all(group.weights.replica is None and not group.gradients.quantizers for group in run.comm.groups)
     with run.comm.full_precision():

@@ -75,7 +75,7 @@ class Step:
         self.on_host.update(
             f"agrees: {call.place.partition(':')[0]}"
             for call in self._sim.collectives[self._collectives :]
-            if call.alike[0] == "all_reduce"  # FSDP2 without replicas reduces nothing else like this
+            if call.alike[0] == "all_reduce"  # the only one without replicas of HSDP
         )
 
 

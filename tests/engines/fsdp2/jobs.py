@@ -49,14 +49,18 @@ class Job:
         return self
 
     def bits(self) -> list[int]:
-        """Of every group: bit patterns of the main shard and of what the devices hold of it, counters."""
-        return [
-            value
-            for comm in self.comm.groups
-            for value in (
-                int(comm.view.fingerprints().sum()),
-                int(comm.weights.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
-                comm.weights.refreshes,
-                comm.gradients.reductions,
-            )
-        ]
+        return bits_of(self.comm)
+
+
+def bits_of(comm: Any) -> list[int]:
+    """Return of each group bit patterns of its main shard and of its replica on the devices, and counters."""
+    return [
+        value
+        for group in comm.groups
+        for value in (
+            int(group.view.fingerprints().sum()),
+            int(group.weights.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
+            group.weights.refreshes,
+            group.gradients.reductions,
+        )
+    ]

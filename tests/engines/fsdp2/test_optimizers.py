@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map_only
 
 from sdp4bit import GradientConfig, SDP4BitConfig, quantize_communication
+from tests.engines.fsdp2.jobs import bits_of
 from tests.ranks import on_ranks
 from tests.toy import POLICY, QUANTIZED, Run, build, data_mesh
 
@@ -101,17 +102,7 @@ class Job:
         return self
 
     def bits(self) -> list[int]:
-        """Return bit patterns of the main weights and of the replicas, and counters."""
-        return [
-            value
-            for group in self.comm.groups
-            for value in (
-                int(group.view.fingerprints().sum()),
-                int(group.weights.replica.own_shard.view(torch.int16).sum(dtype=torch.int64)),
-                group.weights.refreshes,
-                group.gradients.reductions,
-            )
-        ]
+        return bits_of(self.comm)
 
 
 def check(name: str, *, freezes: bool) -> None:

@@ -46,6 +46,11 @@ class TestCorpus:
         assert list(read_corpus((tmp_path / "a.txt", text_file))) == ["one", "two", *DOCUMENTS]
         with pytest.raises(SettingError, match=r"missing\.txt is no file, and has no"):
             list(read_corpus((tmp_path / "missing.txt",)))
+        with pytest.raises(SettingError, match="is a folder: name its files"):
+            list(read_corpus((tmp_path,)))
+        (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
+        with pytest.raises(SettingError, match=r"line 2: .*`sdp4bit preprocess --skip-invalid` leaves such"):
+            list(read_corpus((tmp_path / "b.jsonl",)))
 
     def test_the_standard_library_is_there_without_a_download(self):
         texts = list(read_corpus(()))
