@@ -366,9 +366,7 @@ class TestInputs:
     def test_a_folder_is_neither_an_input_nor_a_prefix(self, vocabulary, tmp_path):
         with pytest.raises(SettingError, match=r"--input .* is a folder: give its files, as in '.*/\*'"):
             run(vocabulary, str(tmp_path), to=tmp_path / "x")
-        with pytest.raises(
-            SettingError, match=r"--output-prefix .* is a folder: add a name, as in"
-        ):
+        with pytest.raises(SettingError, match=r"--output-prefix .* is a folder: add a name, as in"):
             run(vocabulary, write_lines(tmp_path / "x.jsonl", ["a"]), to=tmp_path)
 
 
