@@ -2,7 +2,7 @@
 
     python -m benchmarks.tables
 
-writes docs/results/*.md, figures into docs/images/, and the text between the markers
+writes the pages of docs/results/, figures into docs/images/, and the text between the markers
 `<!-- result NAME -->` and `<!-- end -->` of README.md and docs/. Pages with unchanged results do not change.
 The inputs come from benchmarks/collect.py, `benchmarks.cluster --json` and `benchmarks.frontier --json`.
 """
@@ -223,13 +223,8 @@ class Results:
         )
         first, *others = map(loss_section, self.accuracy)
         sections = "\n".join([first, nodes_section(self.nodes), *others])
-        profiles = [self._read(f"profile/{name}.json") for name in ("fair", "sdp4bit")]
-        speed = "\n".join([*map(cluster_section, self.clusters), profile_section(profiles)])
         pages = {
             "docs/results/accuracy.md": f"{NOTICE}# Loss of all strategies\n\n{bytes_text}\n\n{sections}",
-            "docs/results/speed.md": f"{NOTICE}# Seconds per step\n\n"
-            "[How this is measured](../speed.md). Medians of several runs, with the lowest and the highest. "
-            f"MB: sent by a node per step.\n\n{speed}",
             "docs/results/kernels.md": (
                 f"{NOTICE}# Times of all operators\n\n{kernels_page(self.kernels)}\n"
                 f"{predictions(self._read('gpu/predictions.json'))}\n{gpu_section(self.gpu_reports)}"
@@ -285,6 +280,9 @@ class Results:
         if name in ("launches", "launches_with_biases"):
             result = self._read("launches.json")
             return f"{sum(result[name].values()) / result['groups']:.0f}"
+        if name == "steps":
+            profiles = [self._read(f"profile/{each}.json") for each in ("fair", "sdp4bit")]
+            return "\n".join([*map(cluster_section, self.clusters), profile_section(profiles)])
         if name == "auto":
             return auto_table(self._study("auto"))
         if name in FRONTIER:
@@ -297,7 +295,7 @@ class Results:
             return size_table(self._study("size_law"), predicted=name != "sizes")
         raise ValueError(
             f"<!-- result {name} --> names no result. Those without a detail are launches, "
-            "launches_with_biases, memory, peaks, ratios, sizes, predicted-sizes, other-day, auto, "
+            "launches_with_biases, memory, peaks, ratios, sizes, predicted-sizes, other-day, steps, auto, "
             "frontier-losses, frontier-seconds and frontier-conditions. Others have one: link-NAME, "
             "box-NAME, loss-STRATEGY, nodes-COUNT, plan-COLUMN-GBIT, nccl-GBIT, ncclslower-GBIT, "
             "ncclhsdp-GBIT, hostconst-{plain,added}, host-{plain,before,now,merged,plain-merged}"

@@ -156,10 +156,10 @@ def test_a_page_contains_the_tables_that_it_includes(hooks: ModuleType) -> None:
         filled: str = hooks.on_page_markdown(text, page, SimpleNamespace(repo_url=None))
         return filled
 
-    text = shown("speed.md", "# Speed\n\n[a](results/speed.md#x)\n\n<!-- include docs/results/speed.md -->")
-    assert "\n## Seconds per step\n" in text and "\n### Profile of a step\n" in text
-    assert "[a](speed.md#x)" in text and "[How this is measured](speed.md)" in text
-    assert shown("reference/a.md", "[b](../results/speed.md)") == "[b](../speed.md#seconds-per-step)"
+    text = shown("one-gpu.md", "# GPU\n\n[a](results/nccl.md#x)\n\n<!-- include docs/results/nccl.md -->")
+    assert "\n## Step times over NCCL\n" in text and "\n### h100: 2 nodes x 2 ranks\n" in text
+    assert "[a](one-gpu.md#x)" in text and "[How this is measured](one-gpu.md)" in text
+    assert shown("reference/a.md", "[b](../results/nccl.md)") == "[b](../one-gpu.md#step-times-over-nccl)"
     assert (
         shown("reference/a.md", "[c](../method.md#x) f[d](method.md)")
         == "[c](../method.md#x) f[d](method.md)"

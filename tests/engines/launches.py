@@ -2,7 +2,7 @@
 
     python -m tests.engines.launches results/launches.json
 
-writes the counts that docs/speed.md states.
+writes the counts that docs/results/speed.md states.
 """
 
 from __future__ import annotations
