@@ -1,14 +1,12 @@
-"""Collect finished runs or plans into the files of results/ that benchmarks/tables.py reads.
+"""Collect finished runs into the files of results/ that benchmarks/tables.py reads.
 
     python -m benchmarks.collect accuracy RUNS [RUNS ...] --title TEXT --command TEXT --commit HASH
     python -m benchmarks.collect nodes RUNS [RUNS ...] --title TEXT --command TEXT --commit HASH
-    python -m benchmarks.collect planning
 
 `accuracy` reads --out folders of `sdp4bit compare` with equal settings and writes results/accuracy.json.
 `nodes` reads folders of runs with one rank per node that differ in the number of simulated ranks and writes
 results/accuracy-nodes.json.
-`planning` calculates gains, links, decisions and memory by `sdp4bit plan`'s model and writes
-results/planning.json. Both describe this machine.
+Both describe this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cluster_report, planning
+from benchmarks import cluster_report
 from benchmarks.loss_tables import FULL
 from benchmarks.tables import RESULTS, encoded_bytes
 from sdp4bit_lab.common.files import write_atomically
@@ -80,11 +78,6 @@ def nodes(folders: Sequence[Path], *, title: str, command: str, commit: str) -> 
     return {"title": title, **_facts(command, commit), **law, "layouts": layouts}
 
 
-def planned() -> dict[str, Any]:
-    """Return the planner's tables."""
-    return {**_facts("python -m benchmarks.collect planning", None), **planning.everything()}
-
-
 def _facts(command: str, commit: str | None) -> dict[str, Any]:
     machine = cluster_report.describe_machine([])
     facts = {name: machine[name] for name in ("versions", "date")}
@@ -105,16 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs.add_argument("--command", required=True, help="command that made the runs")
         runs.add_argument("--commit", required=True, help="commit that made the runs")
         runs.add_argument("--out", type=Path, default=RESULTS / file)
-    plans = kinds.add_parser("planning", help="tables that the planner calculates")
-    plans.add_argument("--out", type=Path, default=RESULTS / "planning.json")
     chosen = vars(parser.parse_args(arguments))
     kind, out = chosen.pop("kind"), chosen.pop("out")
     try:
-        if kind == "planning":
-            content = planned()
-        else:
-            collected = {"accuracy": accuracy, "nodes": nodes}[kind]
-            content = collected(chosen.pop("runs"), **chosen)
+        collected = {"accuracy": accuracy, "nodes": nodes}[kind]
+        content = collected(chosen.pop("runs"), **chosen)
     except SettingError as error:
         print(f"benchmarks.collect: {error}", file=sys.stderr)
         return 2

@@ -35,9 +35,8 @@ from benchmarks.loss_tables import (
     nodes_section,
     size_table,
 )
-from benchmarks.markdown import NOTICE, origin, percent, span, table
+from benchmarks.markdown import NOTICE, origin, percent, table
 from benchmarks.plan_constants import constants_text, host_constants
-from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table
 from benchmarks.planned_jobs import jobs_page, reported_section
 from benchmarks.speed_tables import (
     auto_table,
@@ -76,6 +75,19 @@ STUDIES = ("finetuning", "size_law", "two_roundings", "vnmse")
 def encoded_bytes(bits: float | None, group_size: int, *, full: float) -> float:
     """Return the bytes of one value with its share of a scale; `full` without quantization."""
     return full if bits is None else bits / 8 + 2 / group_size
+
+
+def peak_table(result: dict[str, Any]) -> str:
+    """Return the measured memory of a result beside the planned one, in MB."""
+    rows = []
+    for row in result["rows"]:
+        planned = row["planned"]
+        counts = (
+            *(row["between_steps"], planned["shards"] + planned["replica"]),
+            *(row["measured"], sum(planned.values())),
+        )
+        rows.append([row["strategy"], *(f"{count / 1e6:.1f}" for count in counts)])
+    return table(["MB", "between steps", "shards and replica, planned", "peak", "peak, planned"], rows)
 
 
 # -- plans and studies -----------------------------------------------------------------------------------
@@ -238,7 +250,6 @@ class Results:
             "docs/results/nccl.md": (
                 f"{NOTICE}# Step times over NCCL\n\n{nccl_page(self.root / 'results' / 'gpu')}"
             ),
-            "docs/results/planning.md": planning_page(self._read("planning.json")),
             "docs/results/planned.md": f"{jobs_page(self.root)}{reported_section(self.root)}",
             "sdp4bit_lab/plan/measured.json": constants_text(self.root),
             "docs/results/studies.md": studies_page(self.root / "experiments"),
@@ -252,26 +263,8 @@ class Results:
             return self._loss(detail or "sdp4bit")
         if kind == "nodes":
             return self._loss_of_nodes(detail)
-        if kind == "plan":
-            column, gbit = detail.split("-")
-            return span(self._gains(int(gbit), column=column))
-        if kind == "link":
-            rows = self._read("planning.json")["boxes"]["rows"]
-            gains = [
-                gain
-                for row in rows
-                if row["link"].replace(" ", "").lower() == detail
-                for gain in row["over_hybrid"]
-            ]
-            return span((min(gains), max(gains)))
-        if kind == "box":
-            return f"{self._read('planning.json')['reported_box'][detail]:.1f}"
-        if name == "memory":
-            return memory_table(self._read("planning.json"))
         if name == "peaks":
             return peak_table(self._read("memory.json"))
-        if name == "ratios":
-            return ratio_table(self._read("planning.json"))
         if name == "other-day":
             rows = self._read("muon_steps.json")["rows"]
             (row,) = (each for each in rows if (each["strategy"], each["rate"]) == ("sdp4bit", "1gbit"))
@@ -297,9 +290,9 @@ class Results:
             return size_table(self._study("size_law"), predicted=name != "sizes")
         raise ValueError(
             f"<!-- result {name} --> names no result. Those without a detail are launches, "
-            "launches_with_biases, memory, peaks, ratios, sizes, predicted-sizes, other-day, auto, "
-            "frontier-losses, frontier-seconds and frontier-conditions. Others have one: link-NAME, "
-            "box-NAME, loss-STRATEGY, nodes-COUNT, plan-COLUMN-GBIT, nccl-GBIT, ncclslower-GBIT, "
+            "launches_with_biases, peaks, sizes, predicted-sizes, other-day, auto, "
+            "frontier-losses, frontier-seconds and frontier-conditions. Others have one: "
+            "loss-STRATEGY, nodes-COUNT, nccl-GBIT, ncclslower-GBIT, "
             "ncclhsdp-GBIT, hostconst-{plain,added}, host-{plain,before,now,merged,plain-merged}"
         )
 
@@ -338,20 +331,6 @@ class Results:
         if loss is None:
             raise ValueError(f"no accuracy result has three seeds of {strategy}")
         return f"{percent(loss.percent, digits=2)} ({loss.interval_text(digits=2)})"
-
-    def _gains(self, gbit: int, *, column: str) -> tuple[float, float]:
-        """Return the least and the largest gain of a column of the README's table."""
-        planned = self._read("planning.json")
-        over = "over_bf16" if column == "fsdp2" else "over_hsdp"
-        tables = [planned["large_batch"], planned["accumulated"]] if column == "batch" else [planned]
-        gains = [
-            gain
-            for each in tables
-            for row in each["rows"]
-            if row["gbit"] == gbit and row["fits"] and (row["model"] == "70B") == (column == "large")
-            for gain in row[over] or ()
-        ]
-        return min(gains), max(gains)
 
     def documents(self) -> Iterator[tuple[Path, str]]:
         """Yield path and content of every generated page and of every page with a marker."""
