@@ -29,7 +29,7 @@ from benchmarks.frontier_tables import (
 from benchmarks.gpu_tables import nccl_page
 from benchmarks.markdown import NOTICE, table
 from benchmarks.plan_constants import constants_text, host_constants
-from benchmarks.planned_jobs import jobs_page, reported_section
+from benchmarks.planned_jobs import jobs_page
 from benchmarks.speed_tables import (
     cluster_results,
     cluster_section,
@@ -174,7 +174,7 @@ class Results:
             "docs/results/nccl.md": (
                 f"{NOTICE}# Step times over NCCL\n\n{nccl_page(self.root / 'results' / 'gpu')}"
             ),
-            "docs/results/planned.md": f"{jobs_page(self.root)}{reported_section(self.root)}",
+            "docs/results/planned.md": jobs_page(self.root),
             "sdp4bit_lab/plan/measured.json": constants_text(self.root),
         }
         return {path: f"{text.rstrip()}\n" for path, text in pages.items()}
