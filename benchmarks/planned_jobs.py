@@ -315,8 +315,8 @@ def jobs_page(root: Path) -> str:
     on_cpus = [job for job in found if job.transport == "gloo" and job.sends_as_planned]
     near = sum(abs(job.error) <= NEAR for job in on_cpus)
     text += (
-        f"\n## CPUs\n\nOf {len(on_cpus)} steps over gloo with the planned bytes, {near} have an error of at most "
-        f"{100 * NEAR:.0f} %, and all of at most {100 * max(abs(job.error) for job in on_cpus):.0f} %. "
+        f"\n## CPUs\n\nOf {len(on_cpus)} steps over gloo with the planned bytes, {near} have an error of at "
+        f"most {100 * NEAR:.0f} %, and all of at most {100 * max(abs(job.error) for job in on_cpus):.0f} %. "
         "[Seconds per step](speed.md) has the measurements.\n"
     )
     for source in dict.fromkeys(job.source for job in found if job.transport == "nccl"):
