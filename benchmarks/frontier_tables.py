@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import ink, origin, percent, save_figure, table
-from benchmarks.speed_tables import RATES
+from benchmarks.markdown import RATES, ink, origin, percent, save_figure, table
 from sdp4bit_lab.compare.paired import confidence_interval
 
 BASELINE = "fsdp2"

@@ -192,40 +192,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             )
 
 
-def plot(rows: list[dict[str, Any]], machine: dict[str, Any], path: Path) -> None:
-    """Draw one panel per operator: share of a copy over the number of elements."""
-    from matplotlib import pyplot
-
-    operators = [op for op in dict.fromkeys(row["op"] for row in rows) if op != COPY]
-    figure, grid = pyplot.subplots(3, 4, figsize=(17, 9), sharex=True, sharey=True)
-    panels = list(grid.flat)
-    for panel, op in zip(panels, operators, strict=False):
-        lines: dict[tuple[str, int | None, int | None], list[tuple[int, float]]] = {}
-        for row in rows:
-            if row["op"] == op:
-                point = row["elements"], 100 * row["share_of_copy"]
-                lines.setdefault((row["backend"], row["threads"], row["bits"]), []).append(point)
-        several = len({bits for *_, bits in lines}) > 1
-        for (backend, threads, bits), points in lines.items():
-            label = backend if threads is None else f"{backend}, {threads} thread{'s' * (threads > 1)}"
-            label += f", {bits} bits" if several else ""
-            panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label)
-        panel.axhline(100, color="gray", linewidth=0.8, linestyle=":")
-        panel.set_title(op, fontsize=10)
-        panel.set_xscale("log", base=2)
-        panel.tick_params(labelbottom=True)
-    panels[0].set_ylim(bottom=0)
-    for panel in grid[:, 0]:
-        panel.set_ylabel("share of a copy's bandwidth, %")
-    for panel in panels[len(operators) :]:
-        panel.axis("off")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower right", bbox_to_anchor=(0.95, 0.2))
-    figure.supxlabel("elements (fp32)", fontsize=10)
-    figure.suptitle(f"{machine['gpu'] or machine['cpu']}, torch {machine['versions']['torch']}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.replace("_", "").split(",")]
 
@@ -243,7 +209,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for one operator of one size")
     parser.add_argument("--json", type=Path, help="file for machine and rows")
-    parser.add_argument("--plot", type=Path, help="file for the figure, such as kernels.png")
     return parser.parse_args()
 
 
@@ -281,8 +246,6 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     print_table(rows)
-    if arguments.plot:
-        plot(rows, machine, arguments.plot)
 
 
 if __name__ == "__main__":

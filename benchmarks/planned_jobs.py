@@ -2,7 +2,7 @@
 
 A result joins by itself: all files of `benchmarks.cluster` below results/. Each job is planned with the
 constants of its own machine: the compute rate of a run without communication, the rate of its link, and the
-host's time of the code that ran. results/reported.json has steps of other people.
+host's time of the code that ran.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from sdp4bit_lab.plan.step import MIN_GAIN_TO_CONSIDER, MIN_GAIN_TO_ENABLE, Step
 
 TOLERANCE = 0.25
 """Largest distance of the planned seconds from the measured ones, relative to the latter."""
+NEAR = 0.1
+"""Error of the planned seconds that the page counts as small."""
 SAME_BYTES = 0.05
 """Rows whose planned bytes differ by more were measured with another algorithm than the planned one."""
 LINK = {"100mbit": 1e8, "250mbit": 2.5e8, "1gbit": 1e9, "10gbit": 1e10, "25gbit": 2.5e10, "40gbit": 4e10}
@@ -289,7 +291,7 @@ def verdicts(found: list[Job]) -> list[Verdict]:
 
 
 def jobs_page(root: Path) -> str:
-    """Return the page of all planned and measured jobs."""
+    """Return the page of all planned and measured jobs: the advice, and the seconds over NCCL."""
     found = jobs(root)
     rows = [
         [
@@ -310,7 +312,14 @@ def jobs_page(root: Path) -> str:
         "and by the medians.\n\n"
         + table(["job", "link", "over", "planned", "fastest", "medians", "advice of the plan"], rows)
     )
-    for source in dict.fromkeys(job.source for job in found):
+    on_cpus = [job for job in found if job.transport == "gloo" and job.sends_as_planned]
+    near = sum(abs(job.error) <= NEAR for job in on_cpus)
+    text += (
+        f"\n## CPUs\n\nOf {len(on_cpus)} steps over gloo with the planned bytes, {near} have an error of at "
+        f"most {100 * NEAR:.0f} %, and all of at most {100 * max(abs(job.error) for job in on_cpus):.0f} %. "
+        "[Seconds per step](speed.md) has the measurements.\n"
+    )
+    for source in dict.fromkeys(job.source for job in found if job.transport == "nccl"):
         of = [job for job in found if job.source == source]
         text += f"\n## {_where(of[0])}\n\n`{source}`, {of[0].parameters / 1e6:.1f} million parameters.\n\n"
         text += table(
@@ -348,106 +357,3 @@ def _row(job: Job) -> list[str]:
         f"{job.cost.inter_bytes_per_node / 1e6:.1f}",
         f"{job.sent_bytes / 1e6:.1f}",
     ]
-
-
-# -- steps that others reported --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reported:
-    """A published step, planned as it ran and with sdp4bit."""
-
-    row: dict[str, Any]
-    gigabits: float
-    """Rate of a node's link, stated or fitted."""
-    plain: Range
-    quantized: Range
-    advice: str
-
-    @property
-    def is_fitted(self) -> bool:
-        return self.row["gigabits_of_node"] is None
-
-
-def reported(root: Path) -> list[Reported]:
-    """Return the published steps with their plans; rates of links that nobody states are fitted."""
-    content = json.loads((root / "results" / "reported.json").read_text(encoding="utf-8"))
-    return [_reported(row) for row in content["rows"]]
-
-
-def _reported(row: dict[str, Any]) -> Reported:
-    inside = row["nodes"] == 1
-    config = PlanConfig(
-        model=PlanModelConfig(**row["model"], sequence_length=row["tokens"]),
-        layout=ParallelLayout(
-            micro_batch_size=1,
-            accumulation=row["accumulation"],
-            reshard_after_forward=row["gathers"] == 2,
-            overlap=0.0 if inside else None,
-        ),
-        cluster=ClusterConfig(
-            device="a40" if inside else "h100",
-            nodes=row["nodes"],
-            devices_per_node=row["devices_per_node"],
-            inter_bandwidth=1.0,
-            device_tflops=1.0,
-        ),
-    )
-    flops = config.shape.flops_per_sample(row["tokens"]) * row["accumulation"]
-    cluster = config.cluster.resolve(model="")
-    cluster = replace(cluster, device_flops=flops / row["compute_seconds"], device_memory=None)
-
-    def plan_at(gigabits: float) -> StepPlan:
-        rate = gigabits / 8 * 1e9
-        return config.plan(replace(cluster, **{"intra_bandwidth" if inside else "inter_bandwidth": rate}))
-
-    def plain_of(plan: StepPlan, gradients: str) -> StepCost:
-        if row["baseline"] == "FSDP2":
-            return plan.bf16_baseline
-        assert plan.hybrid is not None and plan.hybrid.name == row["baseline"]
-        # An all-reduce of fp32 gradients takes twice the bytes of one in bf16.
-        plain = plan.hybrid.plain
-        return plain if gradients == "bf16" else replace(plain, transfer_seconds=2 * plain.transfer_seconds)
-
-    gigabits = row["gigabits_of_node"]
-    if gigabits is None:
-        wanted = row.get("fitted_to", row)
-        low, high = 0.1, 1e4
-        for _ in range(60):  # seconds fall with the rate
-            gigabits = math.sqrt(low * high)
-            middle = sum(plain_of(plan_at(gigabits), wanted["gradients"]).step_seconds) / 2
-            low, high = (gigabits, high) if middle > wanted["seconds"] else (low, gigabits)
-    plan = plan_at(gigabits)
-    ours = plan.quantized if plan.hybrid is None or row["baseline"] == "FSDP2" else plan.hybrid.quantized
-    plain = plain_of(plan, row["gradients"]).step_seconds
-    return Reported(
-        row=row,
-        gigabits=gigabits,
-        plain=(min(plain), max(plain)),
-        quantized=(min(ours.step_seconds), max(ours.step_seconds)),
-        advice=plan.recommendation.partition(":")[0],
-    )
-
-
-def reported_section(root: Path) -> str:
-    """Return the table of published steps, with their settings below it."""
-    found = reported(root)
-    rows = [
-        [
-            f"[{each.row['name']}]({each.row['source']})",
-            each.row["engine"],
-            f"{each.gigabits:.3g}{' (fitted)' * each.is_fitted}",
-            f"{each.row['seconds']:g}",
-            span(each.plain),
-            span(each.quantized),
-            each.advice,
-        ]
-        for each in found
-    ]
-    settings = "\n".join(f"* {e.row['name']}: {e.row['said']} Inferred: {e.row['inferred']}" for e in found)
-    return (
-        "\n## Steps that others reported\n\nNone of them used sdp4bit. The rate of the last one is fitted to "
-        "the same step, so its planned seconds are no test of the planner.\n\n"
-        + table(["job", "engine", "Gbit/s", "reported, s", "planned, s", "with sdp4bit, s", "advice"], rows)
-        + f"\n{settings}\n"
-    )

@@ -37,21 +37,6 @@ def seconds_of(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     return rows
 
 
-def auto_table(result: dict[str, Any]) -> str:
-    """Return the choices of config="auto" on emulated links, and the speed of each relative to others."""
-    titles = ["nodes x ranks", "engine", "link", "choice", "steps", "seconds", "over plain", "over the best"]
-    rows = []
-    for name, cell in result["cells"].items():
-        layout, engine, rate = name.split("-")
-        link = "unlimited, then 250 Mbit/s" if rate == "change" else RATES[rate]
-        search, speeds = cell["search"], cell["speed_of_auto"]
-        took = [f"{search['steps']}", f"{search['search_seconds']:.0f}"]
-        speed = [f"{speeds[other]:.2f}" for other in ("plain", cell["best"])]
-        engine = {"fsdp2": "FSDP2", "ddp": "DDP"}[engine]
-        rows.append([layout.replace("x", " x "), engine, link, search["candidate"], *took, *speed])
-    return f"{table(titles, rows, left=4)}\n{result['note']}\n\n{origin(result)}"
-
-
 def rates_of(result: dict[str, Any]) -> list[str]:
     """Return the link rates, slowest first."""
     return list(dict.fromkeys(row["rate"] for row in result["rows"]))

@@ -1,10 +1,11 @@
-"""Write the result tables and figures of the documentation from results/ and experiments/.
+"""Write the result tables and figures of the documentation from results/.
 
     python -m benchmarks.tables
 
 writes the pages of docs/results/, figures into docs/images/, and the text between the markers
 `<!-- result NAME -->` and `<!-- end -->` of README.md and docs/. Pages with unchanged results do not change.
-The inputs come from benchmarks/collect.py, `benchmarks.cluster --json` and `benchmarks.frontier --json`.
+results/README.md names the programs that write the inputs. Tables of finished studies are text of their
+pages, which name the folder of experiments/ with the numbers.
 """
 
 from __future__ import annotations
@@ -26,21 +27,10 @@ from benchmarks.frontier_tables import (
     frontier_seconds,
 )
 from benchmarks.gpu_tables import nccl_page
-from benchmarks.loss_tables import (
-    draw_losses,
-    draw_nodes,
-    draw_sizes,
-    loss_section,
-    losses,
-    nodes_section,
-    size_table,
-)
-from benchmarks.markdown import NOTICE, origin, percent, span, table
+from benchmarks.markdown import NOTICE, table
 from benchmarks.plan_constants import constants_text, host_constants
-from benchmarks.plan_tables import memory_table, peak_table, planning_page, ratio_table
-from benchmarks.planned_jobs import jobs_page, reported_section
+from benchmarks.planned_jobs import jobs_page
 from benchmarks.speed_tables import (
-    auto_table,
     cluster_results,
     cluster_section,
     draw_step_times,
@@ -50,7 +40,6 @@ from benchmarks.speed_tables import (
 from sdp4bit_lab.common.files import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results"
 MARKED = re.compile(r"(<!-- result ([\w-]+) -->\n?).*?(<!-- end -->)", re.DOTALL)
 FRONTIER = {
     "frontier-losses": frontier_losses,
@@ -67,18 +56,20 @@ _LIGHT = (
 )
 DARK = {"savefig.transparent": True, **dict.fromkeys(_LIGHT, "#c9d1d9")}
 """Style of figures for dark pages, on which only text and lines differ."""
-FEWEST_DRAWN = 5
-"""Strategies in the figure of losses, not counting the baseline."""
-STUDIES = ("finetuning", "size_law", "two_roundings", "vnmse")
-"""Folders of experiments/ with results of the current library."""
+# -- sections of pages -----------------------------------------------------------------------------------
 
 
-def encoded_bytes(bits: float | None, group_size: int, *, full: float) -> float:
-    """Return the bytes of one value with its share of a scale; `full` without quantization."""
-    return full if bits is None else bits / 8 + 2 / group_size
-
-
-# -- plans and studies -----------------------------------------------------------------------------------
+def peak_table(result: dict[str, Any]) -> str:
+    """Return the measured memory of a result beside the planned one, in MB."""
+    rows = []
+    for row in result["rows"]:
+        planned = row["planned"]
+        counts = (
+            *(row["between_steps"], planned["shards"] + planned["replica"]),
+            *(row["measured"], sum(planned.values())),
+        )
+        rows.append([row["strategy"], *(f"{count / 1e6:.1f}" for count in counts)])
+    return table(["MB", "between steps", "shards and replica, planned", "peak", "peak, planned"], rows)
 
 
 def predictions(result: dict[str, Any]) -> str:
@@ -107,26 +98,6 @@ def kernels_section(title: str, result: dict[str, Any]) -> str:
     return f"## {title}\n\n{result['note']}.\n\n{table(result['columns'], rows)}"
 
 
-def section(result: dict[str, Any]) -> str:
-    """Return a result that contains its tables, with their origin."""
-    # Losses of single runs are raw data.
-    shown = [each for each in result["tables"] if "seed" not in each["columns"]]
-    tables = [table(each["columns"], each["rows"]) for each in shown]
-    note = [f"{result['note']}\n"] if "note" in result else []
-    return "\n".join([f"## {result['title']}\n", *tables, *note, origin(result)])
-
-
-def studies_page(folder: Path) -> str:
-    """Return the tables of the studies."""
-    text = f"{NOTICE}# Studies\n\nA page of text in `experiments/` names the commit of each script.\n"
-    for name in STUDIES:
-        result = json.loads((folder / name / "result.json").read_text(encoding="utf-8"))
-        title = (folder / name / "README.md").read_text(encoding="utf-8").partition("\n")[0]
-        more = {"machine": result["hardware"], "title": title.removeprefix("# ")}
-        text += f"\n{section(result | more)}"
-    return text
-
-
 # -- everything ------------------------------------------------------------------------------------------
 
 
@@ -139,32 +110,6 @@ class Results:
     def _read(self, name: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.root / "results" / name).read_text(encoding="utf-8"))
         return content
-
-    def _study(self, name: str) -> dict[str, Any]:
-        return self._read(f"../experiments/{name}/result.json")
-
-    @cached_property
-    def accuracy(self) -> list[dict[str, Any]]:
-        """Accuracy results, latest recipe first."""
-        names = ("accuracy.json", "accuracy-longer.json", "accuracy-first-recipe.json")
-        return [self._read(name) for name in names if (self.root / "results" / name).exists()]
-
-    @cached_property
-    def nodes(self) -> dict[str, Any]:
-        """Accuracy results by the number of nodes."""
-        return self._read("accuracy-nodes.json")
-
-    @cached_property
-    def headline(self) -> dict[str, Any]:
-        """Accuracy result quoted by pages: the latest with the default strategy."""
-        return next(
-            each for each in self.accuracy if any(loss.strategy == "sdp4bit" for loss in losses(each))
-        )
-
-    @cached_property
-    def widest(self) -> dict[str, Any]:
-        """Accuracy result of the figure: the latest with enough strategies."""
-        return next(each for each in self.accuracy if len(losses(each)) >= FEWEST_DRAWN)
 
     @cached_property
     def kernels(self) -> list[dict[str, Any]]:
@@ -215,16 +160,7 @@ class Results:
 
     def pages(self) -> dict[str, str]:
         """Return the generated pages and the planner's constants by path."""
-        bytes_text = (
-            "Bytes are per parameter and step between nodes: an fp32 gradient (4) and a bf16 weight that is "
-            "gathered once (2), or their quantized forms with scales. FSDP2's default gathers weights twice, "
-            "which sends 2 more wherever weights are not quantized. Differences are of the validation loss, "
-            "relative to the baseline with the same seeds; intervals by Student's t."
-        )
-        first, *others = map(loss_section, self.accuracy)
-        sections = "\n".join([first, nodes_section(self.nodes), *others])
         pages = {
-            "docs/results/accuracy.md": f"{NOTICE}# Loss of all strategies\n\n{bytes_text}\n\n{sections}",
             "docs/results/kernels.md": (
                 f"{NOTICE}# Times of all operators\n\n{kernels_page(self.kernels)}\n"
                 f"{predictions(self._read('gpu/predictions.json'))}\n{gpu_section(self.gpu_reports)}"
@@ -233,44 +169,16 @@ class Results:
             "docs/results/nccl.md": (
                 f"{NOTICE}# Step times over NCCL\n\n{nccl_page(self.root / 'results' / 'gpu')}"
             ),
-            "docs/results/planning.md": planning_page(self._read("planning.json")),
-            "docs/results/planned.md": f"{jobs_page(self.root)}{reported_section(self.root)}",
+            "docs/results/planned.md": jobs_page(self.root),
             "sdp4bit_lab/plan/measured.json": constants_text(self.root),
-            "docs/results/studies.md": studies_page(self.root / "experiments"),
         }
         return {path: f"{text.rstrip()}\n" for path, text in pages.items()}
 
     def fragment(self, name: str) -> str:
         """Return the text for a marker; ValueError if no result has this name."""
         kind, _, detail = name.partition("-")
-        if kind == "loss":
-            return self._loss(detail or "sdp4bit")
-        if kind == "nodes":
-            return self._loss_of_nodes(detail)
-        if kind == "plan":
-            column, gbit = detail.split("-")
-            return span(self._gains(int(gbit), column=column))
-        if kind == "link":
-            rows = self._read("planning.json")["boxes"]["rows"]
-            gains = [
-                gain
-                for row in rows
-                if row["link"].replace(" ", "").lower() == detail
-                for gain in row["over_hybrid"]
-            ]
-            return span((min(gains), max(gains)))
-        if kind == "box":
-            return f"{self._read('planning.json')['reported_box'][detail]:.1f}"
-        if name == "memory":
-            return memory_table(self._read("planning.json"))
         if name == "peaks":
             return peak_table(self._read("memory.json"))
-        if name == "ratios":
-            return ratio_table(self._read("planning.json"))
-        if name == "other-day":
-            rows = self._read("muon_steps.json")["rows"]
-            (row,) = (each for each in rows if (each["strategy"], each["rate"]) == ("sdp4bit", "1gbit"))
-            return f"{row['seconds_per_step']:.2f}"
         if kind == "ncclslower":
             return self._gain_over_nccl(int(detail), layout="2x1", over="sdp4bit", of="fsdp2-bf16")
         if kind == "nccl":
@@ -283,22 +191,17 @@ class Results:
         if name == "steps":
             profiles = [self._read(f"profile/{each}.json") for each in ("fair", "sdp4bit")]
             return "\n".join([*map(cluster_section, self.clusters), profile_section(profiles)])
-        if name == "auto":
-            return auto_table(self._study("auto"))
         if name in FRONTIER:
             return FRONTIER[name](self.frontier)
         if kind == "host":
             return self._host_time(detail)
         if kind == "hostconst":
             return f"{1e3 * host_constants(self.root)[f'{detail}_seconds']:.1f}"
-        if name in ("sizes", "predicted-sizes"):
-            return size_table(self._study("size_law"), predicted=name != "sizes")
         raise ValueError(
             f"<!-- result {name} --> names no result. Those without a detail are launches, "
-            "launches_with_biases, memory, peaks, ratios, sizes, predicted-sizes, other-day, steps, auto, "
-            "frontier-losses, frontier-seconds and frontier-conditions. Others have one: link-NAME, "
-            "box-NAME, loss-STRATEGY, nodes-COUNT, plan-COLUMN-GBIT, nccl-GBIT, ncclslower-GBIT, "
-            "ncclhsdp-GBIT, hostconst-{plain,added}, host-{plain,before,now,merged,plain-merged}"
+            "launches_with_biases, steps, peaks, frontier-losses, frontier-seconds and frontier-conditions. "
+            "Others have one: nccl-GBIT, ncclslower-GBIT, ncclhsdp-GBIT, hostconst-{plain,added}, "
+            "host-{plain,before,now,merged,plain-merged}"
         )
 
     def _host_time(self, which: str) -> str:
@@ -325,32 +228,6 @@ class Results:
                     return f"{ratio['ratio'] ** power:.1f}"
         raise ValueError(f"no ratio of {of} over {over} at {gbit} Gbit/s")
 
-    def _loss_of_nodes(self, count: str) -> str:
-        (layout,) = (each for each in self.nodes["layouts"] if each["nodes"] == int(count))
-        (loss,) = (each for each in losses(layout) if each.strategy == "sdp4bit")
-        return f"{percent(loss.percent, digits=2)} ({loss.interval_text(digits=2)}), {loss.seeds} seeds"
-
-    def _loss(self, strategy: str) -> str:
-        every = (loss for result in self.accuracy for loss in losses(result, only_stable=True))
-        loss = next((loss for loss in every if loss.strategy == strategy), None)
-        if loss is None:
-            raise ValueError(f"no accuracy result has three seeds of {strategy}")
-        return f"{percent(loss.percent, digits=2)} ({loss.interval_text(digits=2)})"
-
-    def _gains(self, gbit: int, *, column: str) -> tuple[float, float]:
-        """Return the least and the largest gain of a column of the README's table."""
-        planned = self._read("planning.json")
-        over = "over_bf16" if column == "fsdp2" else "over_hsdp"
-        tables = [planned["large_batch"], planned["accumulated"]] if column == "batch" else [planned]
-        gains = [
-            gain
-            for each in tables
-            for row in each["rows"]
-            if row["gbit"] == gbit and row["fits"] and (row["model"] == "70B") == (column == "large")
-            for gain in row[over] or ()
-        ]
-        return min(gains), max(gains)
-
     def documents(self) -> Iterator[tuple[Path, str]]:
         """Yield path and content of every generated page and of every page with a marker."""
         generated = self.pages()
@@ -368,10 +245,7 @@ class Results:
         """Return the drawing function and the result of every figure; each has a variant for dark pages."""
         images = self.root / "docs" / "images"
         return {
-            images / "loss-over-bytes.png": (draw_losses, self.widest),
-            images / "loss-over-nodes.png": (draw_nodes, self.nodes),
             images / "loss-over-seconds.png": (draw_frontier, self.frontier),
-            images / "loss-over-size.png": (draw_sizes, self._study("size_law")),
             images / "step-time.png": (
                 draw_step_times,
                 {"cpu": self.clusters[0], "gpu": self.nccl["2x1"]},

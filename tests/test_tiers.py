@@ -71,7 +71,7 @@ def test_the_runs_of_programs_are_fast_tests_of_the_lab() -> None:
         ("sdp4bit_deepspeed/api.py", "deepspeed"),
         ("sdp4bit_lab/pretrain/trainer.py", "library lab benchmarks"),  # by name, in cli.py
         ("sdp4bit_lab/plan/measured.json", "library lab benchmarks"),
-        ("sdp4bit_lab/report/assets/page.css", "library lab benchmarks"),
+        ("sdp4bit_lab/report/assets/page.css", "library lab"),
         ("tests/toy.py", "library lab megatron"),
         ("tests/lab/compare/test_jobs.py", "lab"),
         *((name, "every tier") for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/run")),
