@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -305,13 +305,16 @@ def reduction_multiplier(op: object, *, ranks: int, name: str) -> float:
     """Return the factor that turns a sum over so many ranks into the requested reduction.
 
     Raises:
-        ValueError: the reduction is neither a sum nor a mean.
+        ValueError: the reduction is neither a sum, also one that is multiplied, nor a mean.
     """
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
         return 1.0 / ranks
+    if op == dist.ReduceOp.PREMUL_SUM:  # FSDP2's, with a divide factor
+        _, factor = cast(Any, op).__getstate__()
+        return float(factor)
     raise ValueError(
         f"{name}: the engine asks for the reduction {getattr(op, 'op', op)}, but only sums and means can be "
-        "quantized. On FSDP2, keep set_force_sum_reduction_for_comms(True)"
+        "quantized"
     )

@@ -8,8 +8,9 @@ backends are used as they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -83,8 +84,13 @@ class PendingTransfer:
                     ) from error
 
 
+_backends: MutableMapping[ProcessGroup, str] = WeakKeyDictionary()
+
+
 def _is_pairwise(group: ProcessGroup) -> bool:
-    return dist.get_backend(group) == dist.Backend.GLOO
+    if group not in _backends:
+        _backends[group] = dist.get_backend(group)
+    return _backends[group] == dist.Backend.GLOO
 
 
 def start_all_to_all(

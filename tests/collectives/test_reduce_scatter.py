@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sdp4bit.collectives.gradients import reduction_multiplier
 from sdp4bit.collectives.scratch import Scratch
 from sdp4bit.config import GradientConfig
 from sdp4bit.quantization import definition
@@ -144,3 +145,12 @@ def count_nonfinite(per_node: int) -> list[tuple[float, bool]]:
 def test_values_that_are_not_finite_are_counted_once_inside_their_node_or_not(per_node: int) -> None:
     counts = run_threads(count_nonfinite, 4, per_node)
     assert counts == [2 * [(2, False)], 2 * [(0, True)], 2 * [(0, True)], 2 * [(1, False)]]
+
+
+def test_a_reduction_that_is_no_sum_is_refused() -> None:
+    for op, factor in ((dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 0.25)):
+        assert reduction_multiplier(op, ranks=4, name="block") == factor
+    with pytest.raises(
+        ValueError, match=r"block: the engine asks for the reduction RedOpType\.MAX, but only"
+    ):
+        reduction_multiplier(dist.ReduceOp.MAX, ranks=4, name="block")

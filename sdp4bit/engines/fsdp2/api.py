@@ -154,13 +154,10 @@ class FSDP2:
         """Replace the objects through which FSDP2 communicates for a group."""
         assert isinstance(group, FSDPGroup)
         stock = group.view.comms
-        # A quantizer needs sums, because Python cannot read the factor of PREMUL_SUM. Without a quantizer the
-        # operation stays, for identical results.
         previous = group.view.install(
             CommObjects(
                 all_gather=AllGatherHook(group, self._state, stock=stock.all_gather),
                 reduce_scatter=ReduceScatterHook(group, self._state, stock=stock.reduce_scatter),
-                force_sum=stock.force_sum or bool(group.gradients.quantizers),
                 replicate=stock.replicate
                 if stock.replicate is None or group.replicate_layout is None
                 else cast(ProcessGroup, ReplicateGroup(group, self._state, stock=stock.replicate)),

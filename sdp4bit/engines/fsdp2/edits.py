@@ -61,6 +61,9 @@ class Edits:
         # Any optimizer counts, because other ranks may divide the parameters among optimizers differently. A
         # group without a gradient since its last refresh does not count, unless the user reports the step.
         # So a discriminator's step does not send the generator's weights.
+        if self.seen.is_reduced and self.seen.trained:
+            self.seen.has_stepped = True
+            return
         trainable = self._trainable()
         has_gradient = self.seen.is_reduced or self._view.has_gradient(trainable)
         self.seen.has_stepped |= bool(trainable) and (by_hand or has_gradient)
@@ -152,7 +155,7 @@ class Edits:
     def _sends_part(self) -> bool:
         """Return whether a difference leaves out the frozen params."""
         # Edits of weights that were frozen until now may have gone undetected: then all are sent.
-        return self.trained == self._trainable() != self._view.row.everything
+        return self.trained != self._view.row.everything and self.trained == self._trainable()
 
     def due_params(self) -> frozenset[int]:
         """Return the params whose difference is due, including steps not yet agreed on."""

@@ -97,7 +97,6 @@ class ParamGroup(Protocol):
     device: torch.device
     is_unsharded: bool
     reduce_grads: bool
-    force_sum_reduction_for_comms: bool
     post_forward_mesh_info: MeshInfo
     _all_gather_comm: Comm
     _reduce_scatter_comm: Comm

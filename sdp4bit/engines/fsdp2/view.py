@@ -125,7 +125,6 @@ class CommObjects(NamedTuple):
 
     all_gather: Comm
     reduce_scatter: Comm
-    force_sum: bool  # FSDP2 requests sums and divides them itself
     replicate: ProcessGroup | None  # for the all-reduce of HSDP; None without HSDP
 
 
@@ -154,6 +153,7 @@ class FSDPView:
         self.module_name = module_name or "(root)"
         self.module = module
         self.root = root
+        self._module_state = module._get_fsdp_state()
         self._fsdp_group = group
         self._siblings = siblings
         self._module_names = module_names
@@ -252,7 +252,7 @@ class FSDPView:
     @property
     def context(self) -> RootContext:
         """The context that the FSDP modules of one root share from the first forward on."""
-        return self.module._get_fsdp_state()._state_ctx
+        return self._module_state._state_ctx
 
     @property
     def forward_leader(self) -> object | None:
@@ -261,7 +261,7 @@ class FSDPView:
 
     def leads(self, leader: object) -> bool:
         """Return whether this is the first group of the module with that state."""
-        return self._siblings[0] is self._fsdp_group and self.module._get_fsdp_state() is leader
+        return self._siblings[0] is self._fsdp_group and self._module_state is leader
 
     @property
     def ranks_after_forward(self) -> int | None:
@@ -429,7 +429,6 @@ class FSDPView:
         return CommObjects(
             all_gather=self._fsdp_group._all_gather_comm,
             reduce_scatter=self._fsdp_group._reduce_scatter_comm,
-            force_sum=self._fsdp_group.force_sum_reduction_for_comms,
             replicate=self._hybrid_info.replicate_process_group if self.is_hybrid else None,
         )
 
@@ -465,7 +464,9 @@ class FSDPView:
                 data = plain_values(data)
             if param.holds_bits and self.row_dtype is not None:
                 data = data.to(device=device, dtype=param.dtype).view(self.row_dtype)
-            pieces.append(data.to(device=device, dtype=dtype))
+            if data.dtype != dtype or data.device != device:  # `to` costs as much if nothing changes
+                data = data.to(device=device, dtype=dtype)
+            pieces.append(data)
         return torch.cat(pieces)
 
     def gathered_shard(self) -> Tensor | None:
@@ -498,7 +499,6 @@ class FSDPView:
         # mesh per parameter creates (docs/upstream.md).
         self._fsdp_group._all_gather_comm = comms.all_gather
         self._fsdp_group._reduce_scatter_comm = comms.reduce_scatter
-        self._fsdp_group.force_sum_reduction_for_comms = comms.force_sum
         if comms.replicate is not None:
             # FSDP2's set_all_reduce_hook does not replace the all-reduce of HSDP. Groups may share a mesh
             # record, so this group gets its own.

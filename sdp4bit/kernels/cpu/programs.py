@@ -38,13 +38,14 @@ _MODES = {None: tiles.NEAREST, False: tiles.STOCHASTIC, True: tiles.DITHER}
 class Workspace(threading.local):
     """Working memory of the calling thread, reused so that its pages stay mapped."""
 
-    buffer = np.empty(0, dtype=np.uint8)
+    size = start = 0
 
     def address(self, size: int) -> int:
         """Return the address of working memory of at least this size."""
-        if self.buffer.size < size + 64:
-            self.buffer = np.empty(size + 64, dtype=np.uint8)
-        return round_up(self.buffer.ctypes.data, 64)
+        if self.size < size:
+            self._buffer = np.empty(size + 64, dtype=np.uint8)
+            self.size, self.start = size, round_up(self._buffer.ctypes.data, 64)
+        return self.start
 
 
 class ParallelRegion:
