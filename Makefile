@@ -37,7 +37,6 @@ OTHERS := lab kernels benchmarks megatron
 PROGRAMS := lab/test_commands.py
 PROGRAMS += lab/pretrain/test_runs.py::test_the_command_line_trains_on_two_processes
 PROGRAMS += lab/pretrain/test_runs.py::test_compare_writes_summary_table_and_curves
-PROGRAMS += lab/pretrain/test_export.py::test_the_command_exports_a_trained_model_and_names_what_is_in_the_way
 PROGRAMS += lab/pretrain/data/test_preprocess.py::TestCommand::test_training_reads_what_it_wrote
 PROGRAMS += lab/plan/test_command.py::test_a_plan_as_text_has_bytes_times_memory_and_a_recommendation
 PROGRAMS += lab/plan/test_probe.py::test_timed_exchanges_send_the_counted_bytes

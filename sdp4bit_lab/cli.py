@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sdp4bit_lab.common.launch.config import RanksConfig
     from sdp4bit_lab.compare.config import CompareConfig, DemoConfig
     from sdp4bit_lab.plan.config import PlanConfig, ProbeConfig
-    from sdp4bit_lab.pretrain.config.checkpoint import ExportConfig
     from sdp4bit_lab.pretrain.config.pretrain import PretrainConfig
     from sdp4bit_lab.pretrain.data.preprocess import PreprocessConfig
     from sdp4bit_lab.report.command import ReportConfig
@@ -196,24 +195,6 @@ def _demo(config: DemoConfig) -> int:
     from sdp4bit_lab.compare.demo import demo
 
     return demo(config)
-
-
-@_command(
-    "export",
-    summary="write a checkpoint as a Hugging Face model",
-    settings="sdp4bit_lab.pretrain.config.checkpoint:ExportConfig",
-    packages=("rich", "safetensors", "tokenizers"),
-)
-def _export(config: ExportConfig) -> int:
-    """Write a checkpoint's model and tokenizer as a Hugging Face GPT-2 model: config.json, model.safetensors
-    and the tokenizer files. Needs one process and no GPU."""
-    from sdp4bit_lab.common.progress import start_progress
-
-    start_progress(f"reading {config.load}")
-    from sdp4bit_lab.pretrain.export import export_model
-
-    print(f"sdp4bit: wrote {export_model(config)}")
-    return 0
 
 
 @_command(

@@ -59,7 +59,6 @@ def test_an_unknown_command_is_one_line() -> None:
     ("arguments", "error"),
     [
         (["pretrain", "--load", "nowhere"], "--load nowhere: no such folder"),
-        (["export", "--load", "nowhere", "--out", "model"], "--load nowhere: no such folder"),
         (
             ["report", "nowhere"],
             "nowhere: no such folder. Give an --out folder of pretrain, compare or demo",

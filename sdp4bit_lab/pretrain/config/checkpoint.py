@@ -1,4 +1,4 @@
-"""Settings for saving, resuming and exporting."""
+"""Settings for saving and resuming."""
 
 from __future__ import annotations
 
@@ -54,16 +54,3 @@ class CheckpointConfig:
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
         return self.save is not None and (is_last or step % self.save_interval == 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig:
-    """Checkpoint to export as a Hugging Face GPT-2 model."""
-
-    load: Path
-    """Folder of checkpoints, whose latest complete one is exported, or one of its step folders."""
-    out: Path
-    """New folder for config.json, model.safetensors and the tokenizer."""
-
-    def __post_init__(self) -> None:
-        require_folder(self.load, flag="--load")

@@ -134,7 +134,7 @@ REFUSED = {
     """,
     "the options of the model are given, not loaded": "--use-checkpoint-args",
     "--load must have a checkpoint, unless it equals --save": "--exit-on-missing-checkpoint",
-    "this program trains; sdp4bit export writes a model for others": "--skip-train",
+    "this program trains": "--skip-train",
     "embeddings are on the first and the last pipeline rank": """
         --standalone-embedding-stage --pipeline-model-parallel-split-rank
     """,

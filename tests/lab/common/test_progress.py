@@ -128,7 +128,7 @@ import sys, time
 from sdp4bit_lab import cli
 from sdp4bit_lab.common import progress
 progress._LOG_SECONDS = 0.2
-assert cli.main(["export", "--load", sys.argv[1], "--out", sys.argv[1] + "/out"]) == 2
+assert cli.main(["report", sys.argv[1]]) == 2
 time.sleep(0.7)
 """
 
