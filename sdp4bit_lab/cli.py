@@ -140,17 +140,12 @@ def _command(
     shown="""strategy model_card data_path tokenizer_model vocabulary_size steps micro_batch_size
     global_batch_size sequence_length learning_rate param_dtype compile eval_interval
     nproc_per_node ranks_per_node simulated_ranks tensor_model_parallel_size pipeline_model_parallel_size
-    save save_interval auto_resume out log_interval alerts seed dry_run""",
+    save save_interval auto_resume out log_interval alerts seed""",
 )
 def _pretrain(config: PretrainConfig) -> int:
     """Pretrain a GPT with FSDP2 and quantized communication. Starts --nproc-per-node processes on this
     machine, or uses those that a launcher has started. --config-file NAME.yaml (or .toml) reads options
     from a file; options on the command line override it."""
-    if config.dry_run:
-        from sdp4bit_lab.plan.dry_run import print_dry_run
-
-        print_dry_run(config)
-        return 0
     config.checkpoint.check_load()
     return _run_on_ranks("sdp4bit_lab.pretrain.trainer:pretrain", config, config.parallel)
 

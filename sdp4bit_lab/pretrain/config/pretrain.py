@@ -165,12 +165,6 @@ class PretrainConfig:
     --quantized-weights or --quantized-gradients is given."""
     seed: int = 1234
     """Seed of initial weights, sample order, dropout and random rounding."""
-    dry_run: bool = False
-    """Print the model size and the memory per rank without training."""
-    json: bool = False
-    """Print the result of --dry-run as JSON."""
-    world_size: int | None = None
-    """Number of ranks for --dry-run. Default: torchrun's, --nproc-per-node, or 1."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -183,22 +177,13 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "seed")
-        require_at_least(1, self, "world_size")
-        require(self.dry_run or not self.json, "--json has no effect without --dry-run")
-        require(self.dry_run or self.world_size is None, "--world-size has no effect without --dry-run")
-        require(
-            not (self.dry_run and self.parallel.simulated_ranks),
-            f"--dry-run is for real ranks: give --world-size {self.parallel.simulated_ranks} instead "
-            "of --simulated-ranks",
-        )
         if self.strategy == AUTO:
             named = self.communication.names_parts
             require(not named, "--strategy auto conflicts with --quantized-weights and --quantized-gradients")
             simulated = self.parallel.simulated_ranks
             require(not simulated, "--strategy auto measures real ranks: leave out --simulated-ranks")
-        if not self.dry_run:
-            rate, lowest = self.learning_rate, self.optimizer.min_lr
-            require(lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak {rate}: see --lr")
+        rate, lowest = self.learning_rate, self.optimizer.min_lr
+        require(lowest is None or lowest <= rate, f"--min-lr {lowest} is above the peak {rate}: see --lr")
         _ = self.model_shape, self.quantization
 
     def check_layout(self, world_size: int) -> None:

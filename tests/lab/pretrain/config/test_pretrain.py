@@ -109,7 +109,6 @@ WRONG = [
     (lambda: simulated(ranks_per_node=4, nproc_per_node=2), "remove --nproc-per-node"),
     (lambda: simulated(ranks_per_node=4, tensor_model_parallel_size=2), "remove --tensor-model-parallel"),
     (lambda: simulated(ranks_per_node=4).check_world(2), "but 2 were started"),
-    (lambda: PretrainConfig(dry_run=True, parallel=simulated(ranks_per_node=4)), "give --world-size 8"),
     (lambda: CompareConfig(seeds="1,x"), "--seeds '1,x'"),
     (lambda: DemoConfig(steps=0), "--train-iters 0"),
 ]
