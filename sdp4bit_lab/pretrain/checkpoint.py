@@ -7,17 +7,15 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -96,18 +94,7 @@ class Checkpointer:
         self._names = {p: name for model in models for name, p in model.named_parameters()}
         self._per_rank = {"random": RandomState(ranks.device), **per_rank}
         self._config, self._record, self._ranks, self._attach = config, record, ranks, attach
-        self._pending: Future[None] | None = None
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="sdp4bit-checkpoint")
         self._group: dist.ProcessGroup | None = None
-        on_cuda = ranks.device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_cuda,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_cuda,
-            )
-        )
         self._lock: TextIO | None = None
         if (folder := config.save) is not None:
             self._lock = run_on_all_ranks(
@@ -116,8 +103,7 @@ class Checkpointer:
             if ranks.is_first:
                 for leftover in folder.glob(".step-*.partial"):  # of runs that were killed
                     shutil.rmtree(leftover, ignore_errors=True)
-            # A separate group, so that background saves do not mix with training's collectives; over gloo,
-            # because dcp.async_save would need a CPU backend in the default group.
+            # Over gloo, because plans and errors are objects of the host.
             self._group = dist.new_group(
                 backend="gloo", timeout=job_timeout(), group_desc="sdp4bit checkpoints"
             )
@@ -133,71 +119,41 @@ class Checkpointer:
         return next((f"{name} on rank {rank}" for rank, name in enumerate(found) if name is not None), None)
 
     def save(self, *, progress: Progress) -> None:
-        """Save the state on all ranks.
+        """Save the state on all ranks, and wait until its files are complete.
 
         Raises:
-            CheckpointError: this save or the previous one failed.
+            CheckpointError: on all ranks: the save failed on one.
             ReplicaMismatchError: copies of the weights differ. A run that loads the checkpoint would have
                 equal copies, so that no later audit could find the difference.
         """
-        self.wait()
         self._communication.audit()
+        folder, failure = self._config.save, None
+        assert folder is not None
         record = replace(self._record, progress=progress, saved_at=time.time())
-        tensors = self._state()
-        if self._config.async_save:
-            # Copy to host memory, because the next step changes the tensors.
-            tensors = cast(dict[str, Tensor], self._stager.stage(tensors))
-        self._pending = self._executor.submit(self._write, tensors, record)
-        if not self._config.async_save:
-            self.wait()
-
-    def _write(self, tensors: dict[str, Tensor], record: RunRecord) -> None:
-        assert self._config.save is not None
-        step = record.progress.step
         writer = CheckpointWriter(
-            self._config.save, record=record, attach=self._attach, keep_last=self._config.keep_last
+            folder, record=record, attach=self._attach, keep_last=self._config.keep_last
         )
         try:
-            save_state(tensors, storage_writer=writer, planner=CheckpointPlanner(), process_group=self._group)
+            with comm_error_context("writing of a checkpoint"):
+                save_state(
+                    self._state(),
+                    storage_writer=writer,
+                    planner=CheckpointPlanner(),
+                    process_group=self._group,
+                )
         except CheckpointException as error:
-            free = free_bytes(self._config.save)
+            failure = (
+                f"the checkpoint of step {progress.step} was not saved: {first_failure(error)}; "
+                f"{free_bytes(folder):,} bytes are free in {folder}. Older checkpoints are unchanged"
+            )
             if self._ranks.is_first:
                 shutil.rmtree(writer.working, ignore_errors=True)
-            raise CheckpointError(
-                f"the checkpoint of step {step} was not saved: {first_failure(error)}; {free:,} bytes are "
-                f"free in {self._config.save}. Older checkpoints are unchanged"
-            ) from error
-
-    def poll(self) -> None:
-        """Raise the error of a completed background save; call on all ranks after a step.
-
-        Costs one small all-reduce while a save is in progress, and nothing otherwise.
-        """
-        if self._pending is None:
-            return
-        done = torch.tensor(int(self._pending.done()), device=self._ranks.device)
-        with comm_error_context("agreement on whether the checkpoint is written"):
-            dist.all_reduce(done, op=dist.ReduceOp.MIN)
-        if done.item():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait for a save in progress; CheckpointError on all ranks if it failed on any."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        error = pending.exception()
-        for message in gather_over_ranks(
-            None if error is None else str(error), what="outcome of the checkpoint"
-        ):
+        for message in gather_over_ranks(failure, what="outcome of the checkpoint"):
             if message is not None:
-                raise CheckpointError(message) from error
+                raise CheckpointError(message)
 
     def close(self) -> None:
-        """Wait for a save in progress and free all resources; raises like `wait`."""
-        self.wait()
-        self._executor.shutdown()
-        self._stager.close()
+        """Free all resources."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

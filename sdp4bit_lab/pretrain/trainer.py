@@ -248,7 +248,6 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
         result.stopped = None if is_last else stops.reason(loop.stop_code)
         saves = config.checkpoint.is_due(metrics.step, is_last=is_last or bool(result.stopped))
         if problem := _find_divergence(metrics, checkpointer if saves else None):
-            checkpointer.wait()  # for the save of an earlier step
             if not keep_diverged:
                 raise _diverged(problem, step=metrics.step, ranks=loop.ranks)
             result.diverged_at = metrics.step
@@ -261,7 +260,6 @@ def train(run: Run, *, writer: MetricsWriter, keep_diverged: bool) -> None:
             test = loop.validate(test=True)
             result.test_loss = test.loss
             writer.log_validation(test, event="test")
-        checkpointer.poll()
         if saves:
             phase(f"saving the checkpoint of step {metrics.step}")
             left_out = evaluates and bool(result.stopped)

@@ -16,8 +16,6 @@ class CheckpointConfig:
     """Folder for checkpoints. The last step is always saved."""
     save_interval: int = 1000
     """Steps between checkpoints."""
-    async_save: bool = True
-    """Write checkpoints in the background, from a copy in host memory."""
     keep_last: int | None = None
     """Number of checkpoints to keep; older ones are deleted after a new one is complete. Default: all."""
     load: Path | None = None

@@ -76,6 +76,7 @@ WITHOUT_EFFECT = {
         --deterministic-mode --exit-signal-handler --no-check-for-nan-in-loss-and-grad
     """,
     "Random numbers follow from the seed and the step.": "--no-load-rng --no-save-rng",
+    "Training waits until a checkpoint is complete.": "--async-save",
     "Checkpoints have the format of torch.distributed.checkpoint.": """
         --ckpt-format=N --dist-ckpt-format=N --use-dist-ckpt
     """,

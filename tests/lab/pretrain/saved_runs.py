@@ -65,7 +65,7 @@ class SavedRun:
             optimizer=self.optimizer,
             communication=self.communication,
             per_rank={},
-            config=CheckpointConfig(save=folder, keep_last=keep_last, async_save=False),
+            config=CheckpointConfig(save=folder, keep_last=keep_last),
             record=RunRecord(shape=SHAPE, vocabulary_size=100, **{**values, **record}),
             ranks=Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu")),
             attach=attach,

@@ -53,7 +53,7 @@ CASES: dict[Case, str] = {
 
 
 def errors_of(run: PretrainConfig, folder: Path) -> dict[str, str]:
-    saving = replace(run, checkpoint=CheckpointConfig(save=folder / "saved", async_save=False))
+    saving = replace(run, checkpoint=CheckpointConfig(save=folder / "saved"))
     saving = replace(saving, logging=replace(run.logging, out=folder / "first"))
     pretrain(saving, ranks=this_rank())
     messages = {}

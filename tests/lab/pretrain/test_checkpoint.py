@@ -1,6 +1,6 @@
-"""Runs that save while they train, fail while they save, and are resumed: bit for bit, or close.
+"""Runs that save, fail while they save, and are resumed: bit for bit, or close.
 
-Layer: gloo, 2 processes that represent 2 nodes. Events, not clocks, decide the order.
+Layer: gloo, 2 processes that represent 2 nodes.
 """
 
 from __future__ import annotations
@@ -8,18 +8,14 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from sdp4bit_lab.common.settings import SettingError
-from sdp4bit_lab.pretrain import checkpoint as module
-from sdp4bit_lab.pretrain.checkpoint import Checkpointer
 from sdp4bit_lab.pretrain.checkpoint_files import CheckpointError, CheckpointWriter
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
@@ -56,91 +52,57 @@ def but(
     )
 
 
-@contextmanager
-def after_step(step: int, call: Callable[[Checkpointer], object]) -> Iterator[list[int]]:
-    """Call the function at the end of a step; yield the steps that were trained."""
-    poll = Checkpointer.poll
-    steps: list[int] = []
+def fill_disk(run: PretrainConfig) -> tuple[str, int]:
+    """Return the error of rank 1's full disk at the save of step 4, and the number of steps trained."""
+    limits, is_due, steps = resource.getrlimit(resource.RLIMIT_FSIZE), CheckpointConfig.is_due, list[int]()
 
-    def poll_later(self: Checkpointer) -> None:
-        steps.append(len(steps) + 1)
-        if steps[-1] == step:
-            call(self)
-        poll(self)
+    def fill(self: CheckpointConfig, step: int, **options: bool) -> bool:
+        steps.append(step)
+        if step == 3 and dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        return is_due(self, step, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointer, "poll", poll_later)
-        yield steps
-
-
-def overlap(run: PretrainConfig) -> None:
-    """Write the checkpoint of step 4 after step 7 was trained, from the state after step 4."""
-    trained, save = threading.Event(), module.save_state
-
-    def save_later(*args: object, **kwargs: object) -> object:
-        assert trained.wait(60)
-        return save(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, after_step(7, lambda _: trained.set()):
-        patch.setattr(module, "save_state", save_later)
-        train_here(run)
-
-
-def fill_disk(run: PretrainConfig) -> tuple[str, int]:
-    """Return the error of rank 1's full disk, and the steps that were trained until it was raised."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill(checkpointer: Checkpointer) -> None:
-        checkpointer.wait()
-        if dist.get_rank() == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-
-    with after_step(3, fill) as steps, pytest.raises(CheckpointError) as error:
-        train_here(run)
+        patch.setattr(CheckpointConfig, "is_due", fill)
+        with pytest.raises(CheckpointError) as error:
+            train_here(run)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return str(error.value), steps[-1]
 
 
 def save_in_every_way(run: PretrainConfig) -> tuple[str, int]:
-    """Train the whole run, one that saves beside training, and one whose disk is full."""
-    train_here(run)
-    overlap(but(run, "overlapped", save="overlapped-saved", save_interval=4))
+    """Train the whole run, one that saves, and one whose disk is full."""
+    train_here(run, but(run, "saving", save="saved", save_interval=4))
     return fill_disk(but(run, "full", save="full-saved", save_interval=2))
 
 
-def kill_one_in_the_background(run: PretrainConfig) -> None:
-    """Kill rank 1 in step 7, with its part of the checkpoint of step 6 written."""
-    write, begun = CheckpointWriter.write_data, threading.Event()
+def kill_one_that_saves(run: PretrainConfig) -> None:
+    """Kill rank 1 with its part of the checkpoint of step 6 written."""
+    write = CheckpointWriter.write_data
 
-    def write_and_wait(self: CheckpointWriter, plan: object, planner: object) -> object:
+    def write_and_die(self: CheckpointWriter, plan: SavePlan, planner: SavePlanner) -> object:
         result = write(self, plan, planner)
         if "step-00000006" in str(self.working):
-            begun.set()
-            threading.Event().wait(30)
+            os.kill(os.getpid(), signal.SIGKILL)
         return result
-
-    def die(_: Checkpointer) -> None:
-        assert begun.wait(60)
-        os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(CheckpointWriter, "write_data", write_and_wait)
-        with after_step(7, die if dist.get_rank() == 1 else lambda _: None):
-            train_here(run)
+            patch.setattr(CheckpointWriter, "write_data", write_and_die)
+        train_here(run)
 
 
 def resume_and_refuse(run: PretrainConfig) -> list[str]:
     """Resume every run from its last checkpoint before the failure; refuse others."""
     train_here(
-        but(run, "overlapped", load="overlapped-saved/step-00000004"),
+        but(run, "saving", load="saved/step-00000004"),
         but(run, "full", load="full-saved"),
         but(run, "killed", load="killed-saved", save="killed-saved"),
     )
     messages = []
     for changed in (
         but(run, "x", load="nowhere"),
-        but(run, "x", load="overlapped-saved"),
+        but(run, "x", load="saved"),
         replace(but(run, "x", load="full-saved"), model=ModelConfig(layers=1, hidden=64, heads=2)),
     ):
         with pytest.raises(SettingError) as error:
@@ -149,23 +111,23 @@ def resume_and_refuse(run: PretrainConfig) -> list[str]:
     return messages
 
 
-def test_saves_beside_training_on_a_full_disk_and_of_a_killed_rank_resume_bit_for_bit(run):
+def test_saves_and_those_of_a_full_disk_and_a_killed_rank_resume_bit_for_bit(run):
     base = run.logging.out.parent
     outcomes = run_ranks(save_in_every_way, 2, run, timeout=LIMIT)
     straight = losses(run.logging.out)
-    assert losses(base / "overlapped") == straight
-    assert names(base / "overlapped-saved") == ["step-00000004", "step-00000008"]
+    assert losses(base / "saving") == straight
+    assert names(base / "saved") == ["step-00000004", "step-00000008"]
     # A full disk on one rank ends the run on all, with one error.
     assert outcomes[0] == outcomes[1]
     message, steps = outcomes[0]
-    assert 5 <= steps <= 6
+    assert steps == 4
     assert message.startswith("the checkpoint of step 4 was not saved: rank 1: "), message
     assert " bytes are free in " in message and message.endswith("Older checkpoints are unchanged")
     assert names(base / "full-saved") == ["step-00000002"]
 
     with pytest.raises(AssertionError, match="rank 1: ended without a result"):
         run_ranks(
-            kill_one_in_the_background,
+            kill_one_that_saves,
             2,
             but(run, "killed", save="killed-saved", save_interval=2),
             timeout=LIMIT,
@@ -173,7 +135,7 @@ def test_saves_beside_training_on_a_full_disk_and_of_a_killed_rank_resume_bit_fo
     assert names(base / "killed-saved") == [".step-00000006.partial", "step-00000002", "step-00000004"]
 
     first, second = run_ranks(resume_and_refuse, 2, run, timeout=LIMIT)
-    for name in ("overlapped", "full", "killed"):
+    for name in ("saving", "full", "killed"):
         assert losses(base / name) == straight
     assert names(base / "killed-saved") == ["step-00000002", "step-00000004", "step-00000008"]
     assert first == second

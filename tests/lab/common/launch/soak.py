@@ -2,7 +2,7 @@
 
     python -m tests.lab.common.launch.soak --kills 50 --seed 1 --json soak.json
 
-Trains a small model under torchrun with frequent background checkpoints. Ranks are killed from outside at
+Trains a small model under torchrun with frequent checkpoints. Ranks are killed from outside at
 random moments, and by themselves at chosen ones (see saboteur.py). Most signals are SIGKILL. After
 SIGTERM the run saves and stops, and the command is started again. SIGSTOP is only noticed by the timeout of
 the other ranks. All starts use the same command line.
