@@ -76,7 +76,6 @@ class Checkpointer:
         config: CheckpointConfig,
         record: RunRecord,
         ranks: Ranks,
-        attach: Callable[[Path], None] | None = None,
     ) -> None:
         """Create on all ranks before the first forward, because gathering replaces parameters.
 
@@ -85,7 +84,6 @@ class Checkpointer:
             communication: handle of sdp4bit.quantize_communication.
             per_rank: further state of this rank, such as random generators.
             record: description of the run, compared with that of a loaded checkpoint.
-            attach: writes further files, such as the tokenizer, into a checkpoint's folder on rank 0.
 
         Raises:
             SettingError: on all ranks: another run saves into the folder.
@@ -93,7 +91,7 @@ class Checkpointer:
         self._models, self._optimizer, self._communication = models, optimizer, communication
         self._names = {p: name for model in models for name, p in model.named_parameters()}
         self._per_rank = {"random": RandomState(ranks.device), **per_rank}
-        self._config, self._record, self._ranks, self._attach = config, record, ranks, attach
+        self._config, self._record, self._ranks = config, record, ranks
         self._group: dist.ProcessGroup | None = None
         self._lock: TextIO | None = None
         if (folder := config.save) is not None:
@@ -130,9 +128,7 @@ class Checkpointer:
         folder, failure = self._config.save, None
         assert folder is not None
         record = replace(self._record, progress=progress, saved_at=time.time())
-        writer = CheckpointWriter(
-            folder, record=record, attach=self._attach, keep_last=self._config.keep_last
-        )
+        writer = CheckpointWriter(folder, record=record, keep_last=self._config.keep_last)
         try:
             with comm_error_context("writing of a checkpoint"):
                 save_state(

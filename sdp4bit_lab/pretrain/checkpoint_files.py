@@ -3,7 +3,6 @@
     step-00000500/             complete: renamed to this after all of its files are on disk
         shard-00001-...        tensors of rank 0 as safetensors, written by torch.distributed.checkpoint
         run.json               description of the run and its progress
-        tokenizer.json
         SHA256SUMS             of all other files; checked when loading, or by `sha256sum -c SHA256SUMS`
     .step-00000750.partial/    being written, or left by a killed run
 
@@ -19,7 +18,6 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +40,7 @@ from sdp4bit_lab.common.files import SUMS, check_sums, sha256, sync, write_sums
 from sdp4bit_lab.common.ranks import broadcast_from_rank0, gather_over_ranks
 from sdp4bit_lab.common.settings import RunError, SettingError
 
-RECORD, TOKENIZER = "run.json", "tokenizer.json"
+RECORD = "run.json"
 # While a checkpoint of the same step is replaced, the old one briefly has a dotted name.
 _COMPLETE = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
 _OLDER = page("checkpoints#checkpoints-of-older-versions")
@@ -122,12 +120,10 @@ class CheckpointPlanner(DefaultSavePlanner):
 class CheckpointWriter(HuggingFaceStorageWriter):
     """Write one file and checksum per rank and _FILE_BYTES; rank 0 then completes and renames the folder."""
 
-    def __init__(
-        self, folder: Path, *, record: RunRecord, attach: Callable[[Path], None] | None, keep_last: int | None
-    ) -> None:
+    def __init__(self, folder: Path, *, record: RunRecord, keep_last: int | None) -> None:
         self.folder = folder
         self.working = folder / f".step-{record.progress.step:08d}.partial"
-        self._record, self._attach, self._keep_last = record, attach, keep_last
+        self._record, self._keep_last = record, keep_last
         super().__init__(str(self.working), save_distributed=True)
         # Copy-ahead needs a stream of the GPU, but the planner's tensors are on the CPU.
         self.per_thread_copy_ahead = 0
@@ -157,8 +153,6 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         serial = 1 + max((_serial(path) for path in find_checkpoints(self.folder)), default=0)
         record = replace(self._record, serial=serial)
         (working / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
-        if self._attach is not None:
-            self._attach(working)
         known = {path: path.read_text() for path in working.glob("*.sha256")}
         for path in known:
             path.unlink()
@@ -246,7 +240,7 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
         opened = problem or broadcast_from_rank0(partial(_described, path))
         if not isinstance(opened, str):
             record, metadata = opened
-            if damaged and (not dist.is_initialized() or dist.get_rank() == 0):
+            if damaged and dist.get_rank() == 0:
                 text = f"{'; '.join(damaged)}. Resuming from {path} instead, at step {record.progress.step}"
                 warnings.warn(f"sdp4bit: {text}", stacklevel=2)
             return path, record, CheckpointReader(path, metadata)
@@ -256,9 +250,9 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
 
 def _damage_of_share(path: Path) -> str | None:
     """Check this rank's share of the files; describe the damage, if any."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
-        check_sums(path, needed=(RECORD,), part=slice(rank, None, size))
+        part = slice(dist.get_rank(), None, dist.get_world_size())
+        check_sums(path, needed=(RECORD,), part=part)
     except ValueError as error:
         return str(error)
     return None
@@ -290,11 +284,8 @@ def _described(path: Path) -> tuple[RunRecord, Metadata] | str:
 
 def read_tensors(tensors: dict[str, Tensor], *, path: Path, reader: CheckpointReader) -> None:
     """Read the checkpoint's tensors into those given by name; SettingError on all ranks on failure."""
-    alone = not dist.is_initialized()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load_state(tensors, storage_reader=reader, planner=planner, no_dist=alone)
+        load_state(tensors, storage_reader=reader, planner=planner)
     except CheckpointException as error:
         raise SettingError(f"{path} cannot be loaded: {first_failure(error)}") from error

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-_WIDE = 140
-"""Columns of a full line."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
@@ -192,27 +189,18 @@ class MetricsWriter:
             phase(f"training from {self._part} on", total=self._steps + self._steps_after, done=step)
 
     def _line(self, last: StepMetrics) -> str:
-        """Format the means of the steps since the last line, with more of them on 140 columns."""
+        """Format the means of the steps since the last line."""
         steps = self._since_line
         left = self._time_left(last.step)
         seconds = statistics.fmean(step.step_seconds for step in steps)
-        tokens = statistics.fmean(step.tokens_per_second * step.step_seconds for step in steps)
         operations = statistics.fmean(step.tflops_per_device * step.step_seconds for step in steps)
-        intra, inter = (
-            format_bytes(statistics.fmean(getattr(step, f"{level}_bytes") for step in steps))
-            for level in ("intra", "inter")
-        )
-        is_wide = self._console.is_terminal and self._console.width >= _WIDE
+        inter = format_bytes(statistics.fmean(step.inter_bytes for step in steps))
         parts = {
             f"step {last.step}/{self._steps}": True,
-            f"samples {last.samples}": is_wide,
             f"loss {statistics.fmean(step.loss for step in steps):.4f}": True,
-            f"lr {last.lr:.3e}": is_wide,
             f"grad norm {last.grad_norm:.3f}": True,
             f"{1000 * seconds:,.0f} ms": True,
-            f"{tokens / seconds:,.0f} tokens/s": is_wide,
             f"{operations / seconds:.3g} TFLOP/s per device": self._config.log_throughput,
-            f"{intra} intra-node": is_wide,
             f"{inter} inter-node ({compression_ratio(steps):.2f}x)": True,
             left: bool(left),
         }

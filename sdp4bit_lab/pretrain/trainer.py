@@ -24,7 +24,7 @@ from sdp4bit_lab.common.ranks import Ranks, gather_over_ranks, listen_on_rank, r
 from sdp4bit_lab.common.settings import RunError, SettingError, TrainingDivergedError
 from sdp4bit_lab.common.strategies import STRATEGIES
 from sdp4bit_lab.pretrain.checkpoint import Checkpointer, Start, choose_start
-from sdp4bit_lab.pretrain.checkpoint_files import TOKENIZER, Progress, RunRecord, find_checkpoints
+from sdp4bit_lab.pretrain.checkpoint_files import Progress, RunRecord, find_checkpoints
 from sdp4bit_lab.pretrain.config.checkpoint import CheckpointConfig
 from sdp4bit_lab.pretrain.config.pretrain import LoggingConfig, PretrainConfig
 from sdp4bit_lab.pretrain.config.same_settings import check_same_settings
@@ -181,7 +181,6 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str, start: Start 
     optimizer = build_optimizer(
         model.parameters(), config=config.optimizer, learning_rate=config.learning_rate
     )
-    tokenizer = dataset.tokenizer
     checkpointer = Checkpointer(
         models=model.chunks,
         optimizer=optimizer,
@@ -200,7 +199,6 @@ def build_run(config: PretrainConfig, *, ranks: Ranks, label: str, start: Start 
             layout=model.describe_layout(),
         ),
         ranks=ranks,
-        attach=None if tokenizer is None else lambda folder: tokenizer.save(folder / TOKENIZER),
     )
     if start.folder is not None:
         phase(f"loading {start.folder}")

@@ -109,7 +109,6 @@ def open_indexed(config: DataConfig, *, key: str) -> Dataset:
         validation=validation,
         test=test,
         needs_test=bool(config.test_data_path),
-        tokenizer=config.tokenizer,
         masked_token=masked,
     )
 

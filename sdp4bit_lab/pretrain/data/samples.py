@@ -9,8 +9,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sdp4bit_lab.pretrain.data.tokenizer import BytePairTokenizer
-
 Tokens = npt.NDArray[np.int64]
 
 MOCK_SAMPLES = 1 << 40
@@ -54,7 +52,6 @@ class Dataset:
     test: Split | None = None
     needs_test: bool = True
     """Whether a test split that is too short is an error; if not, the test is skipped."""
-    tokenizer: BytePairTokenizer | None = None
     masked_token: int | None = None
     """Token whose successor is excluded from the loss."""
 

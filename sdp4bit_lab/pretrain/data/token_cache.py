@@ -105,7 +105,6 @@ def open_cache(folder: Path, *, config: DataConfig) -> Dataset:
         key=key,
         train=split(TRAIN, "samples"),
         validation=split(VALIDATION, "nothing"),
-        tokenizer=tokenizer,
         masked_token=tokenizer.end_of_text if config.eod_mask_loss else None,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ class SavedRun:
         *,
         step: int = 0,
         keep_last: int | None = None,
-        attach: Callable[[Path], None] | None = None,
         **record: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -68,7 +66,6 @@ class SavedRun:
             config=CheckpointConfig(save=folder, keep_last=keep_last),
             record=RunRecord(shape=SHAPE, vocabulary_size=100, **{**values, **record}),
             ranks=Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu")),
-            attach=attach,
         )
 
     def save(self) -> None:

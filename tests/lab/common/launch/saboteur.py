@@ -102,7 +102,6 @@ class Saboteur:
         os.kill(os.getpid(), signal.Signals[fault["signal"]])
 
     def _show(self, phase: str) -> None:
-        # Shared with the checkpoint thread: the latest phase wins.
         text = f"{os.getpid()} {self.step} {phase}".ljust(LINE - 1) + "\n"
         self._line[:] = text.encode()
 

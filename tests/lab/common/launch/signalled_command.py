@@ -49,7 +49,7 @@ watch(Batches, "__init__", "start")
 # Until the first step has ended, a signal ends the process.
 watch(Batches, "training", "training", after=1)
 watch(TrainingLoop, "validate", "validation")
-# In the background, beside the steps that follow.
+# Training waits for it.
 watch(checkpoint, "save_state", "saving")
 
 if __name__ == "__main__":

@@ -129,6 +129,7 @@ class TestCache:
         folder = fill_cache(settings)
         dataset = open_cache(folder, config=settings)
         assert dataset.key == folder.name.removeprefix("text-")
+        tokenizer = BytePairTokenizer.load(folder / "tokenizer.json")
         read = list(split_corpus((text_file,), validation_fraction=0.05).read())
         for name, split in (("train", dataset.train), ("validation", dataset.validation)):
             files = IndexedTokens(folder / name)
@@ -136,7 +137,7 @@ class TestCache:
             starts = files.starts(np.arange(files.documents + 1)).tolist()
             documents = [files.read(start, end - start).tolist() for start, end in pairwise(starts)]
             expected = [text for text, held_out in read if held_out == (name == "validation")]
-            assert documents == dataset.tokenizer.encode_documents(expected)
+            assert documents == tokenizer.encode_documents(expected)
             assert split.tokens == files.tokens == sum(map(len, documents))
             assert {document[-1] for document in documents} == {dataset.masked_token}
 
