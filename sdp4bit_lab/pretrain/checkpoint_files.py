@@ -250,8 +250,8 @@ def open_checkpoint(folder: Path) -> tuple[Path, RunRecord, CheckpointReader]:
 
 def _damage_of_share(path: Path) -> str | None:
     """Check this rank's share of the files; describe the damage, if any."""
+    part = slice(dist.get_rank(), None, dist.get_world_size())
     try:
-        part = slice(dist.get_rank(), None, dist.get_world_size())
         check_sums(path, needed=(RECORD,), part=part)
     except ValueError as error:
         return str(error)

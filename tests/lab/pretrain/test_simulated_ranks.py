@@ -27,7 +27,7 @@ from sdp4bit_lab.pretrain.step.parallelize import RankLayout, shard_chunks
 from sdp4bit_lab.pretrain.step.simulated_model import parameter_groups
 from sdp4bit_lab.simulated.rows import RowLayout
 from tests.lab.pretrain.tiny_runs import losses, read_log, small, this_rank, train_here
-from tests.ranks import run_ranks
+from tests.ranks import one_rank, run_ranks
 
 BYTES = ("intra_bytes", "inter_bytes", "compression_ratio")
 MEASURED = ("step", "samples", "loss", "lr", "grad_norm", *BYTES, "weight_drift", "gradient_error")
@@ -89,11 +89,12 @@ def assert_repeated_alone(
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint; parameters and what the optimizer keeps of them are whole."""
-    path, _, reader = open_checkpoint(folder)
-    tensors = {
-        n: torch.empty(found.size, dtype=found.properties.dtype) for n, found in reader.tensors.items()
-    }
-    read_tensors(tensors, path=path, reader=reader)
+    with one_rank():
+        path, _, reader = open_checkpoint(folder)
+        tensors = {
+            n: torch.empty(found.size, dtype=found.properties.dtype) for n, found in reader.tensors.items()
+        }
+        read_tensors(tensors, path=path, reader=reader)
     return tensors
 
 
