@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """One optimizer step; bytes are summed over all ranks."""

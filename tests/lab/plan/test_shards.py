@@ -1,4 +1,4 @@
-"""Parameter counts and shards of the planner against the model cards and the sharded model. Layer: no process."""
+"""The planner's parameter counts and shards against model cards and the sharded model. Layer: no process."""
 
 from __future__ import annotations
 
