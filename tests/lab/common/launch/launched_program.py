@@ -1,7 +1,8 @@
-"""A program whose last rank does something to the run: `launched_program.py DEED RANKS`."""
+"""A program whose last rank does something to the run: `START`, a deed and a number of ranks."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,7 +18,9 @@ from sdp4bit_lab.common.launch.signals import received
 from sdp4bit_lab.common.ranks import Ranks, listen_on_rank
 from sdp4bit_lab.common.settings import SettingError
 
-PROGRAM = "tests.lab.common.launch.launched_program:program"
+PROGRAM = f"{__name__}:program"
+# Not with -m, because a server that forks has imported this module, and runpy warns of that.
+START = [sys.executable, "-u", "-c", f"from {__name__} import main; main()"]
 
 
 def program(deed: str, *, ranks: Ranks) -> None:
@@ -43,7 +46,7 @@ def program(deed: str, *, ranks: Ranks) -> None:
 def _listening_addresses() -> set[str]:
     """Return the addresses, in hexadecimal, of the sockets on which this process and its parent listen."""
     own = set()
-    for process in (os.getpid(), os.getppid()):
+    for process in (os.getpid(), _launcher()):
         links = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()]
         own |= {link[8:-1] for link in links if link.startswith("socket:[")}
     rows = [
@@ -59,7 +62,7 @@ def _strike(deed: str) -> None:
     if number == signal.SIGKILL:
         os.kill(os.getpid(), number)
     # As `timeout` does it: the command, then the whole process group.
-    os.kill(os.getpid() if "RANK" not in os.environ else os.getppid(), number)
+    os.kill(os.getpid() if "RANK" not in os.environ else _launcher(), number)
     os.killpg(0, number)
     if deed == "second SIGTERM":
         time.sleep(1.5)
@@ -67,5 +70,11 @@ def _strike(deed: str) -> None:
         time.sleep(60)
 
 
-if __name__ == "__main__":
+def _launcher() -> int:
+    parent = multiprocessing.parent_process()  # not os.getppid(): the server that has forked this process
+    assert parent is not None and parent.pid is not None
+    return parent.pid
+
+
+def main() -> None:
     sys.exit(run_on_ranks(PROGRAM, config=sys.argv[1], parallel=RanksConfig(nproc_per_node=int(sys.argv[2]))))
