@@ -207,11 +207,11 @@ class Results:
     def _host_time(self, which: str) -> str:
         """Return numbers of the layout that was measured last.
 
-        Milliseconds per block and step are those of plain FSDP2, or added by the last commit, or by the one
-        before. Percents are those that merged blocks save, of the library ("merged") or of plain FSDP2.
+        Milliseconds per block and step are those of plain FSDP2, or added by the last commit, or by the first
+        one. Percents are those that merged blocks save, of the library ("merged") or of plain FSDP2.
         """
         rows: Any = self._read("host_time.json")
-        *_, before, now = (row for row in rows if row["layout"] == rows[-1]["layout"])
+        before, *_, now = (row for row in rows if row["layout"] == rows[-1]["layout"])
         if which in ("merged", "plain-merged"):
             name = "sdp4bit" if which == "merged" else "plain FSDP2"
             return f"{100 * (1 - now['medians'][f'{name}, merged'] / now['medians'][name]):.0f}"
