@@ -1,8 +1,8 @@
-"""Digests of everything that training changes, for comparing two checkouts: losses, gradients, weights, counts.
+"""Digests of what training changes, for comparing two checkouts: losses, gradients, weights, counts.
 
     OMP_NUM_THREADS=1 PYTHONPATH=CHECKOUT python bits.py NODES RANKS_PER_NODE [CASE,CASE,...]
 
-trains 20 steps of each case on gloo ranks with the compiled kernels. Equal lines mean equal bits on that rank.
+trains 20 steps of each case on gloo ranks with the compiled kernels. Equal digests mean equal bits on a rank.
 THREE_LEVELS=1 makes pairs of nodes blocks.
 """
 
@@ -38,8 +38,18 @@ CONFIGS = {
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POLICIES = {"fp16": (FP16, FP16), "bf16 sums": (BF16, None), "fp32": (None, None)}
 CASES = (
-    *("default", "no biases", "dtypes", "unused", "fp16", "bf16 sums", "fp32", "resharded", "node", "paper", "direct"),
-    *("frozen", "edits", "accumulation", "nan", "evaluation", "inference mode", "hsdp", "telemetry"),
+    *("default", "no biases", "dtypes", "unused", "fp16", "bf16 sums", "fp32", "resharded", "node", "paper"),
+    *(
+        "direct",
+        "frozen",
+        "edits",
+        "accumulation",
+        "nan",
+        "evaluation",
+        "inference mode",
+        "hsdp",
+        "telemetry",
+    ),
     *("tensor parallel", "experts", "threads"),
 )
 
