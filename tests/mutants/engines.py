@@ -74,7 +74,7 @@ SOURCES = (
         (
             M("sums[1], frozen = before[1], []", "pass"),
             M("due=Due.TRAINED if due else Due.NOTHING)", "due=Due.TRAINED)"),
-            M("return self.trained == self._trainable() !=", "return self._trainable() !="),
+            M(" and self.trained == self._trainable()", ""),
             M("if due in (Due.NOTHING, Due.FULL):", "if due is Due.NOTHING:"),
             M("self.full_in_a_row + 1 if counts else 0", "self.full_in_a_row + 1"),
             M(
