@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sdp4bit_lab.common.launch.local import context_of, run_on_ranks, start
-from sdp4bit_lab.common.launch.rank import end_with_parent
+from sdp4bit_lab.common.launch.child import end_with_parent
+from sdp4bit_lab.common.launch.local import run_on_ranks, start
 from sdp4bit_lab.common.launch.signals import received
 from sdp4bit_lab.common.ranks import Ranks, run_on_all_ranks
 from sdp4bit_lab.compare.finished_run import FinishedRun, environment
@@ -71,15 +72,15 @@ def train_at_once(jobs: Sequence[Job], *, most: int) -> Iterator[tuple[Job, int]
 
     A signal to this process is forwarded to all runs, and no further run starts.
     """
-    context = context_of(__name__)
-    waiting, running = list(jobs), dict[BaseProcess, Job]()
+    context = multiprocessing.get_context("spawn")
+    waiting, running = list(jobs), dict[SpawnProcess, Job]()
     was_forwarded = False
     try:
         while running or (waiting and received() is None):
             while waiting and len(running) < most and received() is None:
-                started = context.Process(target=_run_job, args=(waiting[0],))
-                start(started)
-                running[started] = waiting.pop(0)
+                process = context.Process(target=_run_job, args=(waiting[0],))
+                start(process)
+                running[process] = waiting.pop(0)
             wait([process.sentinel for process in running], timeout=_POLL)
             number = received()
             if number is not None and not was_forwarded:

@@ -3,7 +3,7 @@
 `torch.distributed.launcher.api.elastic_launch` was tried. Users would notice the change. After a signal, its
 agent kills the ranks 30 seconds later, although they may be saving, and raises an error. It ends ranks that a
 signal reaches during their imports, does not forward SIGUSR1 by default, and prints a traceback of its own
-for a rank that has reported its error.
+for a rank that has reported its error. Its children import torch before they can show a phase.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext, SpawnContext
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from sdp4bit_lab.common.files import note
+from sdp4bit_lab.common.launch.child import run_child
 from sdp4bit_lab.common.launch.config import RanksConfig
 from sdp4bit_lab.common.launch.link import INTERFACE, Link
-from sdp4bit_lab.common.launch.rank import report_error, run_child, run_rank
+from sdp4bit_lab.common.launch.rank import report_error, run_rank
 from sdp4bit_lab.common.launch.signals import (
     REPEAT_SIGNAL_SECONDS,
     SIGNALS,
@@ -63,7 +62,7 @@ def run_on_ranks(
         program: function of `config` and `ranks=` as module:name, imported by the ranks alone.
         leaves_early: whether the program stops by itself after a signal; if not, a signal kills the ranks.
         link: nodes that each run half of the ranks.
-        variables: returns more environment variables of a rank, which CUDA and NCCL read at their start.
+        variables: returns more environment variables of a rank; they are set before it imports torch.
 
     Returns:
         0, also after stopping for SIGTERM or SIGUSR1; 130 after SIGINT; 1, 2 or 3 after a failure;
@@ -78,19 +77,16 @@ def run_on_ranks(
     size = parallel.processes(torch.cuda.device_count())
     parallel.check_world(size)
     if size > 1:
-        began = start_progress(f"starting {size} processes")
-        child = partial(run_child, program, link=link, began=began, **settings)
-        # Before the node is entered, whose namespace a server there would keep.
-        new = partial(context_of(program).Process, target=child)
+        child = partial(run_child, program, link=link, **settings)
         with nullcontext() if link is None else link.on_first_node():
-            return _run_processes(new, size=size, leaves_early=leaves_early, link=link, variables=variables)
+            return _run_processes(child, size=size, leaves_early=leaves_early, link=link, variables=variables)
     with keeping_handlers():
         code = run_rank(program, **settings)
         return 128 + signal.SIGINT if code == 0 and received() == signal.SIGINT else code
 
 
 def _run_processes(
-    new: Callable[..., BaseProcess],
+    child: Callable[..., None],
     *,
     size: int,
     leaves_early: bool,
@@ -100,6 +96,7 @@ def _run_processes(
     host, interface = (
         (_HERE, os.environ.get("GLOO_SOCKET_IFNAME", "lo")) if link is None else (link.address(0), INTERFACE)
     )
+    began = start_progress(f"starting {size} processes")
     # Handled in `_join`, because a handler could miss a rank that is being started.
     signals: list[signal.Signals] = []
     for number in SIGNALS:
@@ -112,11 +109,21 @@ def _run_processes(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
     network = {"MASTER_ADDR": host, "GLOO_SOCKET_IFNAME": interface}
-    processes = []
-    for rank in range(size):
-        more = variables(rank) if variables else {}
-        environment = {**os.environ, **_environment(rank, size, store.port), **network, **more}
-        processes.append(new(kwargs={"environment": environment}))
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(
+            target=child,
+            kwargs={
+                "environment": {
+                    **_environment(rank, size, store.port),
+                    **network,
+                    **(variables(rank) if variables else {}),
+                },
+                "began": began,
+            },
+        )
+        for rank in range(size)
+    ]
     try:
         start(*processes)
         end_progress()  # the first rank prints them now
@@ -129,38 +136,15 @@ def _run_processes(
             process.join()
 
 
-def context_of(program: str) -> ForkServerContext | SpawnContext:
-    """Return the way to start processes that run a program: forks of a server that has imported it.
-
-    A process then costs 0.02 s of CPU time instead of the import of torch. The server initializes nothing, so
-    its forks may use CUDA.
-    """
-    if sys.platform != "linux":  # Python's own default is "spawn" where libraries do not survive a fork
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([program.partition(":")[0]])
-    with _blocking_signals():
-        forkserver.ensure_running()
-    return context
-
-
-def start(*processes: BaseProcess) -> None:
+def start(*processes: SpawnProcess) -> None:
     """Start children that miss no signal: one to the process group stays pending until they listen."""
-    with _blocking_signals():
-        for process in processes:
-            process.start()
-
-
-@contextmanager
-def _blocking_signals() -> Iterator[None]:
-    """Block signals in the processes that the block starts, which inherit the mask."""
     # Started first, because starting it unblocks two signals.
     resource_tracker.ensure_running()
+    # Children inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    for process in processes:
+        process.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -177,7 +161,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _join(
-    processes: Sequence[BaseProcess], signals: list[signal.Signals], *, listens: Callable[[], bool]
+    processes: Sequence[SpawnProcess], signals: list[signal.Signals], *, listens: Callable[[], bool]
 ) -> int:
     """Wait for the ranks, forward signals to them, and return the exit code. Ranks may still be running.
 
@@ -216,12 +200,12 @@ def _join(
     return 128 + signal.SIGINT if asked_by == signal.SIGINT else 0
 
 
-def _failed(processes: Sequence[BaseProcess]) -> dict[int, int]:
+def _failed(processes: Sequence[SpawnProcess]) -> dict[int, int]:
     """Map failed ranks to their exit codes."""
     return {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
 
 
-def _report_failure(processes: Sequence[BaseProcess]) -> int:
+def _report_failure(processes: Sequence[SpawnProcess]) -> int:
     first = _failed(processes)
     # Other ranks may fail at the same time, and one of them may be the cause.
     time.sleep(_WAIT_FOR_OTHER_FAILURES)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pkgutil
-import sys
-import threading
 import time
 from datetime import timedelta
 
 from sdp4bit.collectives.errors import is_communication_failure
 from sdp4bit_lab.common.failures import outcome
-from sdp4bit_lab.common.files import note, shorten_warnings
-from sdp4bit_lab.common.launch.link import Link
+from sdp4bit_lab.common.files import note
 from sdp4bit_lab.common.launch.signals import ignore, keeping_handlers
-from sdp4bit_lab.common.progress import end_progress, phase, start_progress
+from sdp4bit_lab.common.progress import end_progress, phase
 from sdp4bit_lab.common.ranks import join_ranks
-from sdp4bit_lab.common.settings import EXIT_FAILED
 
 _WAIT_FOR_ROOT_CAUSE = 3.0
 
@@ -56,42 +51,3 @@ def run_rank(program: str, *, config: object, timeout: timedelta) -> int:
 def report_error(message: str) -> None:
     """Report the error of a rank or of the launcher."""
     note(f"error: {message}")
-
-
-def run_child(
-    program: str,
-    *,
-    config: object,
-    timeout: timedelta,
-    environment: dict[str, str],
-    began: float,
-    link: Link | None,
-) -> None:
-    """Run a program in a child process, as the rank that the environment describes; see `local.run_on_ranks`.
-
-    Args:
-        environment: all variables, because a server that forks has those of its own start.
-        began: see `start_progress`.
-    """
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    os.environ.clear()
-    os.environ.update(environment)
-    if link is not None:
-        link.enter(2 * int(environment["RANK"]) // int(environment["WORLD_SIZE"]))
-    shorten_warnings()
-    start_progress("starting a rank", began=began)
-    code = run_rank(program, config=config, timeout=timeout)
-    end_progress()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without cleanup, which takes seconds per rank, and so that the launcher stops the others before they
-    # report the same error.
-    os._exit(code)
-
-
-def end_with_parent() -> None:
-    """Exit when the parent process has exited; run it in its own thread."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    launcher.join()
-    os._exit(EXIT_FAILED)

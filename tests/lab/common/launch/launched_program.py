@@ -1,8 +1,7 @@
-"""A program whose last rank does something to the run: `START`, a deed and a number of ranks."""
+"""A program whose last rank does something to the run: `launched_program.py DEED RANKS`."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,9 +17,7 @@ from sdp4bit_lab.common.launch.signals import received
 from sdp4bit_lab.common.ranks import Ranks, listen_on_rank
 from sdp4bit_lab.common.settings import SettingError
 
-PROGRAM = f"{__name__}:program"
-# Not with -m, because a server that forks has imported this module, and runpy warns of that.
-START = [sys.executable, "-u", "-c", f"from {__name__} import main; main()"]
+PROGRAM = "tests.lab.common.launch.launched_program:program"
 
 
 def program(deed: str, *, ranks: Ranks) -> None:
@@ -46,7 +43,7 @@ def program(deed: str, *, ranks: Ranks) -> None:
 def _listening_addresses() -> set[str]:
     """Return the addresses, in hexadecimal, of the sockets on which this process and its parent listen."""
     own = set()
-    for process in (os.getpid(), _launcher()):
+    for process in (os.getpid(), os.getppid()):
         links = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()]
         own |= {link[8:-1] for link in links if link.startswith("socket:[")}
     rows = [
@@ -62,7 +59,7 @@ def _strike(deed: str) -> None:
     if number == signal.SIGKILL:
         os.kill(os.getpid(), number)
     # As `timeout` does it: the command, then the whole process group.
-    os.kill(os.getpid() if "RANK" not in os.environ else _launcher(), number)
+    os.kill(os.getpid() if "RANK" not in os.environ else os.getppid(), number)
     os.killpg(0, number)
     if deed == "second SIGTERM":
         time.sleep(1.5)
@@ -70,11 +67,5 @@ def _strike(deed: str) -> None:
         time.sleep(60)
 
 
-def _launcher() -> int:
-    parent = multiprocessing.parent_process()  # not os.getppid(): the server that has forked this process
-    assert parent is not None and parent.pid is not None
-    return parent.pid
-
-
-def main() -> None:
+if __name__ == "__main__":
     sys.exit(run_on_ranks(PROGRAM, config=sys.argv[1], parallel=RanksConfig(nproc_per_node=int(sys.argv[2]))))

@@ -89,12 +89,7 @@ def wait_for_the_end_of(processes: list[int]) -> None:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Return the processes that a launcher has started as ranks, in order: forks of its server."""
-    return [rank for server in _children(launcher) for rank in _children(server)]
-
-
-def _children(parent: int) -> list[int]:
-    """Return the processes of a parent that Python's server of forks is, or has made."""
+    """Return the processes that a launcher has started as ranks, in order."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -102,7 +97,7 @@ def _children(parent: int) -> list[int]:
             line = (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(fields[1]) == parent and b"forkserver" in line:
+        if int(fields[1]) == launcher and b"spawn_main" in line:
             found.append(int(stat.parent.name))
     return sorted(found)
 

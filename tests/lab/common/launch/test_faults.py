@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +26,6 @@ from sdp4bit_lab.pretrain.config.parallel import ParallelConfig
 from sdp4bit_lab.pretrain.config.pretrain import OptimizerConfig, PretrainConfig
 from sdp4bit_lab.pretrain.metrics import MetricsWriter, StepMetrics
 from sdp4bit_lab.pretrain.trainer import pretrain
-from tests.lab.common.launch.launched_program import START
 from tests.lab.common.launch.started_ranks import (
     PRETRAIN,
     lines_of_log,
@@ -124,7 +124,7 @@ def test_a_divergence_and_a_full_disk_end_all_ranks_with_one_error(text, tmp_pat
 
 @pytest.mark.gloo
 def test_a_job_on_one_machine_listens_on_loopback_alone():
-    program = [*START, "addresses", "2"]
+    program = [sys.executable, "-m", "tests.lab.common.launch.launched_program", "addresses", "2"]
     code, output = outcome_of(program)
     assert code == 0, output
     assert output.splitlines()[-1] == "listens on 0100007F"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from sdp4bit_lab.common.launch import shared_gpu
 from sdp4bit_lab.common.launch.shared_gpu import CONTROL, multi_process_service, nccl_variables
@@ -207,17 +208,17 @@ if __name__ == "__main__":
 
 
 def variables(rank: int) -> dict[str, str]:
-    """Return a variable of one's own, and one that replaces the launcher's."""
-    return {"MINE": f"rank {rank}", "LOCAL_WORLD_SIZE": "1"}
+    """Return a variable that torch reads when it is imported, and one that replaces the launcher's."""
+    return {"OMP_NUM_THREADS": str(rank + 1), "MINE": f"rank {rank}", "LOCAL_WORLD_SIZE": "1"}
 
 
 def report_variables(_: None, *, ranks: Ranks) -> None:
-    found = [ranks.rank, os.environ["MINE"], ranks.local_world_size]
+    found = [ranks.rank, torch.get_num_threads(), os.environ["MINE"], ranks.local_world_size]
     sys.stdout.write(f"{found}\n")
 
 
 @pytest.mark.gloo
-def test_variables_reach_a_rank() -> None:
+def test_variables_reach_a_rank_before_it_imports_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STARTS],
         cwd=ROOT,
@@ -229,4 +230,6 @@ def test_variables_reach_a_rank() -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("["))
-    assert lines == ["[0, 'rank 0', 1]", "[1, 'rank 1', 1]"]
+    # OpenMP starts no more threads than there are cores.
+    several = min(2, len(os.sched_getaffinity(0)))
+    assert lines == ["[0, 1, 'rank 0', 1]", f"[1, {several}, 'rank 1', 1]"]

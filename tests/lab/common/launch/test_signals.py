@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from sdp4bit_lab.compare.links import LinkTimes
-from tests.lab.common.launch.launched_program import START
 from tests.lab.common.launch.started_ranks import (
     COMMAND,
     PRETRAIN,
@@ -61,7 +60,8 @@ def saved_step(folder: Path) -> int:
 )
 def test_faults_and_signals_end_all_ranks(deed, ranks, code, output):
     """A process that still ran would keep the output open."""
-    ended = outcome_of([*START, deed, str(ranks)])
+    program = [sys.executable, "-u", "-m", "tests.lab.common.launch.launched_program", deed, str(ranks)]
+    ended = outcome_of(program)
     assert ended[0] == code, ended[1]
     if output is None:
         assert "rank 1 failed (killed by SIGKILL); the other ranks were stopped" in ended[1]
