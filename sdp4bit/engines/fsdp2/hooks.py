@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sdp4bit.collectives.errors import comm_error_context
+from sdp4bit.collectives.gradients import reduction_multiplier
 from sdp4bit.collectives.streams import CompletedWork, DeferredWork
 from sdp4bit.collectives.transport import all_gather_dense, reduce_scatter_dense
 from sdp4bit.engines.fsdp2.events import FSDPModelState, in_backward
@@ -228,7 +229,13 @@ class ReduceScatterHook(_Hook):
         self, output: Tensor, input: Tensor, torch_group: dist.ProcessGroup, op: object
     ) -> None:
         what = f"full-precision gradient reduce-scatter of {self._group.view.name}"
-        reduce_scatter_dense(output, input, torch_group, op, reduce=self._stock, what=what)
+        reduce = partial(reduce_scatter_dense, output, input, torch_group, reduce=self._stock, what=what)
+        if op == dist.ReduceOp.PREMUL_SUM and dist.get_backend(torch_group) == dist.Backend.GLOO:
+            # gloo cannot, but groups that are quantized take FSDP2's divide factor there, too.
+            reduce(dist.ReduceOp.SUM)
+            output.mul_(reduction_multiplier(op, ranks=torch_group.size(), name=what))
+        else:
+            reduce(op)
 
 
 class ReplicateGroup(_Hook):

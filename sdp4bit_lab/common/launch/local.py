@@ -4,6 +4,11 @@
 agent kills the ranks 30 seconds later, although they may be saving, and raises an error. It ends ranks that a
 signal reaches during their imports, does not forward SIGUSR1 by default, and prints a traceback of its own
 for a rank that has reported its error. Its children import torch before they can show a phase.
+
+Python's fork server was tried, too. Four ranks on two cores then start in 12 instead of 19 s, with 14 instead
+of 33 s of CPU time, and two ranks with 12 instead of 17. But the server imports modules of the working
+directory, and its socket fails with a long TMPDIR. The launcher does not see signals while the server
+imports, and is no shorter.
 """
 
 from __future__ import annotations

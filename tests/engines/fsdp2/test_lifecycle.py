@@ -387,11 +387,10 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     return gradients
 
 
-@on_ranks(2)
-def test_a_divide_factor_set_later_divides_quantized_gradients() -> None:
+def divide_later(config: SDP4BitConfig) -> None:
     models = [build(), build()]
     for model in models:
-        quantize_communication(model, topology=1, config=QUANTIZED)
+        quantize_communication(model, topology=1, config=config)
     fsdp = [module for module in models[1].modules() if isinstance(module, FSDPModule)]
     # A power of two, so that FSDP2 may divide the sum, or let the communication multiply it.
     for factor, forces_sum in ((1.0, False), (8.0, False), (8.0, True)):
@@ -400,6 +399,12 @@ def test_a_divide_factor_set_later_divides_quantized_gradients() -> None:
             module.set_force_sum_reduction_for_comms(forces_sum)
         for usual, divided in zip(*map(gradients_of, models), strict=True):
             assert torch.equal(usual * 2 / factor, divided)
+
+
+def test_a_divide_factor_set_later_divides_gradients_quantized_or_not() -> None:
+    exact = replace(QUANTIZED, gradients=replace(QUANTIZED.gradients, min_numel=1 << 30))
+    for config in (QUANTIZED, exact):
+        run_ranks(divide_later, 2, config)
 
 
 @on_ranks(4)
