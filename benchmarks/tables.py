@@ -56,6 +56,8 @@ _LIGHT = (
 )
 DARK = {"savefig.transparent": True, **dict.fromkeys(_LIGHT, "#c9d1d9")}
 """Style of figures for dark pages, on which only text and lines differ."""
+
+
 # -- sections of pages -----------------------------------------------------------------------------------
 
 

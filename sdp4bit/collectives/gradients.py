@@ -149,7 +149,7 @@ class Gradients:
         Args:
             output: [n]; may be this rank's row of the input.
             input: [ranks * n]. A quantized reduction does not change other ranks' rows.
-            op: a sum or a mean of `torch.distributed.ReduceOp`.
+            op: a sum, also one that is multiplied, or a mean of `torch.distributed.ReduceOp`.
             plain: the engine's own reduction; not needed if `is_quantized`.
 
         Returns:
@@ -211,7 +211,7 @@ class Gradients:
 
         Args:
             values: [n]. Values that are sparse, or of a dtype that no quantizer takes, stay with `plain`.
-            op: a sum or a mean of `torch.distributed.ReduceOp`.
+            op: a sum, also one that is multiplied, or a mean of `torch.distributed.ReduceOp`.
             plain: the engine's own all-reduce.
             run: runs the quantized all-reduce that it gets, for instance on a side stream.
             number: number of this all-reduce, if the engine has one. DDP's buckets come and go, and use the
@@ -312,7 +312,7 @@ def reduction_multiplier(op: object, *, ranks: int, name: str) -> float:
     if op == dist.ReduceOp.AVG:
         return 1.0 / ranks
     if op == dist.ReduceOp.PREMUL_SUM:  # FSDP2's, with a divide factor
-        _, factor = cast(Any, op).__getstate__()
+        _, factor = cast(Any, op).__getstate__()  # as for a pickle: stubs know no attribute
         return float(factor)
     raise ValueError(
         f"{name}: the engine asks for the reduction {getattr(op, 'op', op)}, but only sums and means can be "

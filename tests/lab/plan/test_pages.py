@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from sdp4bit_lab.plan.config import ClusterConfig, PlanConfig
+from sdp4bit_lab.plan.costs import StepCost
 from sdp4bit_lab.plan.layout import ParallelLayout
 from sdp4bit_lab.plan.memory import parts
 from sdp4bit_lab.plan.model import PlanModelConfig
-from sdp4bit_lab.plan.step import StepPlan
+from sdp4bit_lab.plan.step import MIN_GAIN_TO_CONSIDER, StepPlan
 from tests import ROOT
 
+MODELS: dict[str, dict[str, Any]] = {"70B": {"layers": 80, "hidden": 8192, "heads": 64}}
+SMALL = {
+    name: {"layers": 12, "hidden": hidden, "heads": 16, "vocabulary": 8192, "sequence_length": 1024}
+    for name, hidden in (("161M", 1024), ("620M", 2048))
+}
+"""Models of the tables that have no card."""
+LARGE_BATCH = " with 32,768 tokens per GPU and step"
 OURS = (1 / 2 + 2 / 128) + (1 / 2 + 2 / 2048)
 """Bytes per parameter that each of many nodes sends."""
 
@@ -34,19 +44,19 @@ def table_after(page: str, words: str) -> list[list[str]]:
     return [rows[0], *rows[2:]]
 
 
-def plan_of(**cluster: Any) -> StepPlan:
-    """Return the plan of the model of 6.7B, with 8,192 tokens per GPU and step."""
+def plan_of(model: str = "6.7B", *, sequences: int = 4, accumulation: int = 1, **cluster: Any) -> StepPlan:
+    """Return the plan of nodes of 8 GPUs, with so many sequences of 2,048 tokens per GPU and micro-batch."""
     config = PlanConfig(
-        model=PlanModelConfig(model_card="6.7B"),
+        model=PlanModelConfig(**MODELS.get(model, {"model_card": model})),
         cluster=ClusterConfig(devices_per_node=8, **cluster),
-        layout=ParallelLayout(micro_batch_size=4),
+        layout=ParallelLayout(micro_batch_size=sequences, accumulation=accumulation),
     )
-    return config.plan(config.cluster.resolve(model="6.7B"))
+    return config.plan(config.cluster.resolve(model=config.model_name))
 
 
-def plan_of_h100() -> StepPlan:
-    """Return the plan of four nodes with links of 100 Gbit/s per node."""
-    return plan_of(device="h100", nodes=4, device_tflops=400.0, inter_bandwidth=12.5)
+def plan_of_h100(model: str = "6.7B", *, nodes: int = 4, gbit: float = 100, **layout: int) -> StepPlan:
+    """Return the plan of nodes of H100 with links of this rate per node."""
+    return plan_of(model, device="h100", nodes=nodes, device_tflops=400.0, inter_bandwidth=gbit / 8, **layout)
 
 
 def range_of(*ends: float) -> str:
@@ -54,18 +64,69 @@ def range_of(*ends: float) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def test_predicted_gains_are_those_of_the_planner() -> None:
-    plan = plan_of_h100()
-    assert plan.hybrid is not None
-    expected = {
-        "## Over FSDP2's default": plan.baseline,
-        "## Over FSDP2 with bf16": plan.bf16_baseline,
-        "## Over HSDP": plan.hybrid.plain,
-    }
-    for heading, cost in expected.items():
-        titles, *rows = table_after("docs/results/planning.md", heading)
-        (row,) = (each for each in rows if each[:2] == ["6.7B", "4"])
-        assert row[titles.index("100")] == range_of(*plan.speedups(cost)), heading
+def over_hybrid(plan: StepPlan) -> StepCost | None:
+    return plan.hybrid and plan.hybrid.plain
+
+
+@pytest.mark.parametrize(
+    ("heading", "cost_of", "layout"),
+    [
+        ("## Over FSDP2's default", lambda plan: plan.baseline, {}),
+        ("## Over FSDP2 with bf16", lambda plan: plan.bf16_baseline, {}),
+        ("## Over HSDP", over_hybrid, {}),
+        (f"{LARGE_BATCH} in one", over_hybrid, {"sequences": 16}),
+        (f"{LARGE_BATCH} in 4", over_hybrid, {"accumulation": 4}),
+    ],
+)
+def test_predicted_gains_are_those_of_the_planner(
+    heading: str, cost_of: Callable[[StepPlan], StepCost | None], layout: dict[str, int]
+) -> None:
+    (_, _, *rates), *rows = table_after("docs/results/planning.md", heading)
+    for model, nodes, *cells in rows:
+        plans = [plan_of_h100(model, nodes=int(nodes), gbit=float(rate), **layout) for rate in rates]
+        costs = [cost_of(plan) for plan in plans]
+        due = [
+            range_of(*p.speedups(c)) if p.fits and c else "no memory"
+            for p, c in zip(plans, costs, strict=True)
+        ]
+        assert cells == due, (model, nodes)
+
+
+def gains(job: str, *, nodes: int, per_node: int, gbit: float, end: int) -> bool:
+    """Return whether sdp4bit gains enough at a rate per GPU; end 1: all that fits is hidden, 0: nothing."""
+    model, tokens = re.fullmatch(r"(\S+), ([\d,]+) tokens", job).groups()  # type: ignore[union-attr]
+    small = SMALL.get(model)
+    length = 1024 if small else 2048
+    config = PlanConfig(
+        model=PlanModelConfig(**small or {"model_card": model}),
+        cluster=ClusterConfig(
+            device="h100",
+            nodes=nodes,
+            devices_per_node=per_node,
+            inter_bandwidth=gbit * per_node / 8,
+            device_tflops=400.0,
+        ),
+        layout=ParallelLayout(
+            micro_batch_size=int(tokens.replace(",", "")) // length, reshard_after_forward=not small
+        ),
+    )
+    plan = config.plan(config.cluster.resolve(model=config.model_name))
+    costs = [plan.bf16_baseline, *([plan.hybrid.plain] if plan.hybrid else [])]
+    best = min(cost.step_seconds[end] for cost in costs)
+    return best / plan.quantized.step_seconds[end] >= 1 + MIN_GAIN_TO_CONSIDER
+
+
+def test_break_even_is_that_of_the_planner() -> None:
+    """The printed rates have two digits, and were found within 1 %."""
+    _, *rows = table_after("docs/results/planning.md", "## Break-even")
+    assert len(rows) == 6
+    for job, grid, *rates in rows:
+        nodes, per_node = map(int, grid.split(" x "))
+        for end, rate in zip((1, 0), map(float, rates), strict=True):
+            half = 10 ** (math.floor(math.log10(rate)) - 1) / 2
+            below, above = 0.99 * (rate - half), 1.02 * (rate + half)
+            found = [gains(job, nodes=nodes, per_node=per_node, gbit=g, end=end) for g in (below, above)]
+            assert found == [True, False], (job, rate)
 
 
 def test_memory_is_that_of_the_planner() -> None:
@@ -109,10 +170,9 @@ def test_gains_of_one_node_are_those_of_the_planner(link: str, settings: dict[st
 
 def test_gains_of_the_readme_are_the_ends_of_those_of_the_page() -> None:
     page = "docs/results/planning.md"
-    large_batch = [" with 32,768 tokens per GPU and step in one", " with 32,768 tokens per GPU and step in 4"]
     columns = (
         (["## Over HSDP"], "1.3B 6.7B"),
-        (large_batch, "1.3B 6.7B"),
+        ([f"{LARGE_BATCH} in one", f"{LARGE_BATCH} in 4"], "1.3B 6.7B"),
         (["## Over HSDP"], "70B"),
         (["## Over FSDP2 with bf16"], "1.3B 6.7B"),
     )
