@@ -46,7 +46,6 @@ MAY_WAIT = {
     "load": ("engines/fsdp2/",),  # the ranks agree whether the loaded rows fit
     "load, full replica": ("engines/fsdp2/",),
     "accumulation": (EDITS,),  # each micro-batch is reduced, as with SAM: whether weights were edited since
-    "frozen": (EDITS,),  # whether frozen weights were edited
     "edits": (EDITS,),  # in evaluations: whether weights were edited, and by how much
     "evaluation": (EDITS,),  # the same
     "unshard, measured meanwhile": (EDITS,),  # measure() returns numbers

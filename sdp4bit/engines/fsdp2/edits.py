@@ -77,37 +77,42 @@ class Edits:
     def load(self, row: Tensor | None, *, fingerprints: Tensor | None, due: frozenset[int]) -> None:
         """Continue from a checkpoint; `row` [n] and fingerprints are None if some are missing."""
         # The difference of the due params had not been sent when it was saved.
-        self.seen = Seen(trained=due)
+        self.seen, self._comparisons = Seen(trained=due), []
         self._set_trained(due)
         self.loaded_fingerprints = fingerprints
         self._weights.load_rows(row, due=Due.TRAINED if due else Due.NOTHING)
 
-    def find_edits(self) -> Tensor | None:
-        """Compare the weights with those of the last refresh; called once per forward.
+    def find_edits(self, *, waits: bool = False) -> Tensor | None:
+        """Compare the weights with those of the last refresh; called once per forward, and to save.
+
+        Args:
+            waits: whether the host waits for the result, also where a later forward could use it.
 
         Returns:
             Whether they differ, a bool scalar on the device; None if unknown or if the host does not wait.
         """
         group, weights, was_accumulating = self._view, self._weights, self._is_accumulating
         self._is_accumulating = group.module.training and not group.reduces_gradients
-        # A GPU would be waited for in every micro-batch after one whose gradients are not reduced. The last
-        # one finds an edit between them, and the first forward after the result has arrived sends it.
-        may_wait = _is_on_host(group) or not (was_accumulating and group.module.training)
-        if not may_wait and self._is_accumulating:
+        # After a step only the frozen part is compared, because the difference of the rest is sent anyway.
+        has_stepped = self.seen.has_stepped or weights.due is Due.TRAINED
+        # In training a GPU would be waited for in every step with frozen weights, and in every micro-batch
+        # after one whose gradients are not reduced. The last one of these finds an edit between them, and the
+        # first forward after the result has arrived sends it.
+        is_late = not (waits or _is_on_host(group)) and group.module.training
+        if is_late and was_accumulating and self._is_accumulating:
             return None
+        trained, frozen = self._parts
+        is_late = is_late and (was_accumulating or has_stepped or not trained)
         before = self._checksums
         if weights.is_from_checkpoint or weights.due > Due.TRAINED or before is None:
             return None
-        # After a step only the frozen part is compared, because the difference of the rest is sent anyway.
-        has_stepped = self.seen.has_stepped or weights.due is Due.TRAINED
-        trained, frozen = self._parts
         if has_stepped and not frozen:
             return None
         row = self._view.main_shard(self._dtype)
         first = int(has_stepped)
         sums = _add_checksums(row, (trained, frozen)[first:], torch.zeros_like(before[first:]))
         is_edited = (sums != before[first:]).any()
-        if may_wait:
+        if not is_late:
             return is_edited
         self._comparisons.append(HostCopy(is_edited))
         return None
@@ -189,6 +194,8 @@ class Edits:
         if ranges is None and requiring_grad != self.trained:
             self._set_trained(requiring_grad)
         trained, frozen = self._parts
+        if is_full or (frozen and ranges is None):
+            self._comparisons = []  # with weights that are sent now
         sums = row.new_zeros(2, dtype=torch.int64)
         if frozen and before is not None and not is_full and ranges is not None:
             # A difference of the rest has not sent an edit of the frozen part, which must still be detected.

@@ -49,7 +49,8 @@ def save_state(state: FSDPModelState) -> StateDict:
                 row = weights.replica.own_shard
                 # After an unused load or edit, and with NaN or infinity, this run continues in full
                 # precision. A wrong fingerprint makes the resumed run do the same.
-                edited, is_nonfinite = edits.find_edits(), group.values_of(row).isfinite().all().logical_not()
+                edited = edits.find_edits(waits=True)
+                is_nonfinite = group.values_of(row).isfinite().all().logical_not()
                 is_unusable = is_nonfinite if edited is None else edited | is_nonfinite
                 marks = marks + is_unusable.to(marks.dtype) + int(edits.seen.was_loaded)
         # No two ranks of the mesh with the most dimensions hold the same shards.

@@ -469,6 +469,38 @@ def test_a_refresh_of_the_trained_part_does_not_hide_an_edit_of_the_frozen_one()
         assert is_on_host.called
 
 
+def test_on_a_gpu_an_edit_of_the_frozen_part_is_sent_once_and_may_be_sent_late() -> None:
+    """The host does not wait for the comparison in a step; a save does."""
+    ranks = Ranks()
+    ranks.view.main_shard = lambda dtype: ranks.main.to(dtype)
+    for _ in range(2):
+        ranks.gather()
+        step(ranks)
+    ranks.gather()
+    (rank, _), arrives = ranks.all, False
+    ranks.view.module.training = ranks.view.reduces_gradients = True
+    with (
+        mock.patch.object(edits, "_is_on_host", return_value=False) as is_on_host,
+        mock.patch.object(edits.HostCopy, "arrived", lambda copy: copy._host if arrives else None),
+    ):
+        step(ranks)
+        ranks.main[5] += 1
+        for _ in range(2):  # two comparisons are under way
+            assert rank.edits.find_edits() is None
+            assert not rank.edits.events(edited=False, has_gradients=True).edited
+        assert rank.edits.find_edits(waits=True)
+        ranks.gather()  # the difference of the trained part
+        arrives = True
+        assert rank.edits.events(edited=False, has_gradients=True).edited
+        step(ranks)
+        assert rank.edits.find_edits() is None
+        for each in ranks.all:
+            each.weights.raise_to(Due.FULL)
+        ranks.gather()
+        assert not rank.edits.events(edited=False, has_gradients=True).edited
+        assert is_on_host.called
+
+
 def test_refreshes_in_full_precision_are_counted_in_a_row() -> None:
     """Neither the first one counts, nor those that the user has asked for."""
     ranks = Ranks()
