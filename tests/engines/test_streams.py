@@ -145,9 +145,8 @@ def _read_late() -> Any:
     """A side stream reads the main shard, and not a copy that was made before."""
     refresh = AllGatherHook._refresh
 
-    def read_late(hook: AllGatherHook, row: Any, main: Any, due: Any) -> None:
-        late = None if main is None else hook._group.view.main_shard(torch.float32)
-        refresh(hook, row, late, due)
+    def read_late(hook: AllGatherHook, row: Any, main: Any) -> None:
+        refresh(hook, row, row if main is row else hook._group.view.main_shard(torch.float32))
 
     return mock.patch.object(AllGatherHook, "_refresh", read_late)
 
@@ -261,6 +260,15 @@ def test_nothing_races_and_the_host_does_not_wait_on_fsdp2(fsdp: list[Outcome], 
     check(fsdp, name)
 
 
+NOT_FOR_ORDER = {
+    # NCCL runs a synchronous collective on the current stream; other back ends need the wait.
+    "transport.py start_all_to_all Work.wait",
+    "transport.py start_all_gather Work.wait",
+    "auto.py mark record",  # it measures a time
+}
+"""Calls that no scenario needs, because they order nothing on a GPU."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2500)
 def test_there_is_a_fault_without_any_one_of_the_waits() -> None:
@@ -272,7 +280,7 @@ def test_there_is_a_fault_without_any_one_of_the_waits() -> None:
     ):
         for site, is_needed in needed_here.items():
             found[site] = found.get(site, False) or is_needed
-    assert all(found.values()), found
+    assert {site for site, is_needed in found.items() if not is_needed} == NOT_FOR_ORDER
     assert {site.partition(" ")[0] for site in found} >= {"streams.py"}
 
 
